@@ -38,11 +38,13 @@ def cells(p, nb):
             try:
                 ast.parse(body)
             except SyntaxError as e:
-                sys.exit(f"{p} cell {c['id']}: line {e.lineno}: {e.msg} (magics cannot be exported)")
+                sys.exit(
+                    f"{p} cell {c['id']}: line {e.lineno}: {e.msg} (magics cannot be exported)"
+                )
             yield c, mod, kind, body
 
 
-def names(body):
+def names(body, reexports=False):
     for n in ast.parse(body).body:
         if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
             yield n.name
@@ -50,6 +52,25 @@ def names(body):
             yield from (t.id for t in n.targets if isinstance(t, ast.Name))
         elif isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name):
             yield n.target.id
+        elif reexports and isinstance(n, ast.ImportFrom):
+            yield from (a.asname or a.name for a in n.names)
+
+
+def isort_key(name):
+    """The order ruff (RUF022) wants in `__all__`: CONSTANTS, Classes, the rest; numbers by value."""
+    group = 0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2
+    return group, [(int(t), "") if t.isdigit() else (-1, t) for t in re.split(r"(\d+)", name)]
+
+
+def all_lines(names):
+    """`__all__ = [...]` the way ruff format lays it out."""
+    names = sorted(names, key=isort_key)
+    line = "__all__ = [" + ", ".join(f'"{n}"' for n in names) + "]\n"
+    return (
+        line
+        if len(line) <= 101
+        else "__all__ = [\n" + "".join(f'    "{n}",\n' for n in names) + "]\n"
+    )
 
 
 def build():
@@ -61,11 +82,11 @@ def build():
     for mod, parts in mods.items():
         seen, public = set(), []
         for nb, cid, kind, body in parts:
-            for n in names(body):
+            for n in names(body, mod == "__init__"):
                 if kind != "exporti" and not n.startswith("_") and n not in public:
                     public.append(n)
         nbs = ", ".join(dict.fromkeys("chapters/" + x[0] for x in parts))
-        txt = HEAD.format(nbs=nbs) + "\n__all__ = " + json.dumps(public) + "\n"
+        txt = HEAD.format(nbs=nbs) + "\n" + all_lines(public)
         for nb, cid, kind, body in parts:
             txt += f"\n\n# %% chapters/{nb} #{cid}\n{body}\n"
         out[PKG / (mod.replace(".", "/") + ".py")] = txt
@@ -93,7 +114,11 @@ def main():
             ch = 0
             for c, mod, kind, body in cells(p, j):
                 if c["id"] in m and m[c["id"]] != body:
-                    head = "".join(l for l in "".join(c["source"]).splitlines(True) if DIR.match(l.rstrip("\n")))
+                    head = "".join(
+                        l
+                        for l in "".join(c["source"]).splitlines(True)
+                        if DIR.match(l.rstrip("\n"))
+                    )
                     c["source"] = (head + m[c["id"]]).splitlines(True)
                     ch += 1
             if ch:
@@ -110,7 +135,10 @@ def main():
             if a.check:
                 sys.stdout.writelines(
                     difflib.unified_diff(
-                        old.splitlines(True), t.splitlines(True), str(p.relative_to(ROOT)), "from notebooks"
+                        old.splitlines(True),
+                        t.splitlines(True),
+                        str(p.relative_to(ROOT)),
+                        "from notebooks",
                     )
                 )
             else:
