@@ -2,8 +2,10 @@
 
 __all__ = [
     "PIPELINE",
+    "book_style",
     "figure_png",
     "heatmap",
+    "in_style",
     "new_figure",
     "plain_label",
     "plot_heatmap",
@@ -23,9 +25,11 @@ __all__ = [
 
 # %% chapters/10_overview.ipynb #viz-imports
 import base64
+import functools
 import html
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -84,24 +88,38 @@ def _kept(values: np.ndarray) -> list[float | str]:
 
 
 # %% chapters/10_overview.ipynb #viz-figure
+def book_style() -> AbstractContextManager:
+    """The book's look as a context, whatever style the surrounding notebook has chosen."""
+    matplotlib = _matplotlib()
+    return matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE, "backend": "agg"})
+
+
+def in_style(function: Callable) -> Callable:
+    """Decorator: the function draws in `book_style`."""
+
+    @functools.wraps(function)
+    def styled(*args, **kwargs):
+        with book_style():
+            return function(*args, **kwargs)
+
+    return styled
+
+
+@in_style
 def new_figure(width: float, height: float, rows: int = 1, cols: int = 1, **layout):
     """A figure of `width` x `height` inches in the book's style, and its axes.
 
     One axes is returned bare, several as an array. Nothing global is touched: no pyplot, no backend.
     """
-    matplotlib = _matplotlib()
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE, "backend": "agg"}):
-        figure = matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
-        axes = figure.subplots(rows, cols, **layout)
-    return figure, axes
+    figure = _matplotlib().figure.Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, cols, **layout)
 
 
+@in_style
 def figure_png(figure) -> bytes:
     """The figure as PNG bytes, without the metadata that would differ between machines."""
-    matplotlib = _matplotlib()
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE, "backend": "agg"}):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -239,6 +257,7 @@ def plain_label(text: str) -> str:
     return "".join(c if ord(c) in known and c.isprintable() else f"U+{ord(c):04X}" for c in shown)
 
 
+@in_style
 def plot_heatmap(
     axes,
     matrix: Any,
@@ -275,6 +294,7 @@ def plot_heatmap(
     return image
 
 
+@in_style
 def heatmap(
     matrix: Any, name: str, *, size: tuple[float, float] | None = None, **options: Any
 ) -> None:
@@ -289,6 +309,7 @@ def heatmap(
     show_figure(figure, name, matrix=values)
 
 
+@in_style
 def show_attention(
     probs: Any, tokens: Sequence[str], name: str, *, heads: Sequence[int] | None = None
 ) -> None:
@@ -348,6 +369,7 @@ def _write_numbers(axes, values: np.ndarray, low: float, high: float) -> None:
 
 
 # %% chapters/10_overview.ipynb #viz-plots
+@in_style
 def plot_logits(axes, logits: Any, tokenizer, top: int = 10) -> None:
     """Horizontal bars of the `top` likeliest next tokens; the logit is written beside each bar."""
     values = _array(logits)
@@ -365,17 +387,20 @@ def plot_logits(axes, logits: Any, tokenizer, top: int = 10) -> None:
     axes.invert_yaxis()
     for row, i in enumerate(best):
         axes.text(
-            probs[i] + probs[best[0]] * 0.01,
+            probs[i] + probs[best[0]] * 0.012,
             row,
             f"{probs[i]:.1%}   logit {values[i]:.2f}",
             va="center",
             fontsize=8,
         )
-    axes.set_xlim(0, probs[best[0]] * 1.35)
+    widest = probs[best[0]]
+    axes.set_xlim(0, widest * 1.4)
+    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= max(widest, 0.01) * 1.01])
     axes.set_xlabel("probability of the next token")
     axes.tick_params(axis="y", length=0)
 
 
+@in_style
 def show_logits(
     logits: Any, tokenizer, name: str, *, top: int = 10, title: str | None = None
 ) -> None:
@@ -388,6 +413,7 @@ def show_logits(
     show_figure(figure, name, logits=np.sort(values)[::-1][:top])
 
 
+@in_style
 def show_lines(
     name: str,
     *,
@@ -417,6 +443,7 @@ def show_lines(
     show_figure(figure, name, **({} if x is None else {"x": x}), **series)
 
 
+@in_style
 def show_bars(
     name: str,
     labels: Sequence[str],
@@ -441,6 +468,7 @@ def show_bars(
     show_figure(figure, name, **series)
 
 
+@in_style
 def show_histogram(
     name: str,
     *,
@@ -499,18 +527,19 @@ def _finish(axes, title, xlabel, ylabel, log: str, *, legend: bool) -> None:
 # %% chapters/10_overview.ipynb #viz-pipeline
 PIPELINE = (  # name, text on the box, center x, center y, width
     ("tokenizer", "tokenizer", 1.55, 1.0, 1.0),
-    ("embedding", "embedding", 3.25, 1.0, 1.0),
+    ("embedding", "embedding", 3.15, 1.0, 0.95),
     ("attention", "attention", 5.15, 1.42, 1.1),
     ("ffn", "feed-forward", 5.15, 0.58, 1.1),
     ("norm", "norm", 7.0, 1.0, 0.65),
     ("lm_head", "LM head", 8.2, 1.0, 0.85),
     ("sampler", "sampler", 9.85, 1.0, 0.9),
-    ("config", "config", 3.25, -0.42, 0.8),
+    ("config", "config", 3.15, -0.42, 0.8),
     ("weights", "weights", 5.15, -0.42, 0.9),
     ("verify", "verify", 8.2, -0.42, 0.85),
 )
 
 
+@in_style
 def plot_pipeline(axes, lit: str | Sequence[str] = "all") -> None:
     """Draw the way from text to next token; the parts named in `lit` are filled, the others outlined.
 
@@ -529,8 +558,8 @@ def plot_pipeline(axes, lit: str | Sequence[str] = "all") -> None:
         _box(axes, x, y, width, 0.56, text, name in bright)
     for x0, x1, label in (
         (0.55, 1.05, "text"),
-        (2.05, 2.75, "ids\n[B, T]"),
-        (3.75, 4.35, "[B, T, H]"),
+        (2.05, 2.67, "ids\n[B, T]"),
+        (3.63, 4.35, "[B, T, H]"),
         (5.95, 6.67, "[B, T, H]"),
         (7.33, 7.77, ""),
         (8.63, 9.4, "logits\n[B, V]"),
@@ -538,10 +567,10 @@ def plot_pipeline(axes, lit: str | Sequence[str] = "all") -> None:
     ):
         _arrow(axes, (x0, 1.0), (x1, 1.0), MUTED)
         axes.text((x0 + x1) / 2, 1.14, label, fontsize=7, color=MUTED, ha="center", va="bottom")
-    for x, top in ((3.25, 0.72), (5.15, 0.12)):
-        _arrow(axes, (x, -0.14), (x, top), FAINT)
-    _arrow(axes, (3.65, -0.42), (4.7, -0.42), FAINT)
-    _arrow(axes, (8.2, 0.72), (8.2, -0.14), FAINT)
+    for x, top in ((3.15, 0.72), (5.15, 0.12)):
+        _arrow(axes, (x, -0.14), (x, top), MUTED)
+    _arrow(axes, (3.55, -0.42), (4.7, -0.42), MUTED)
+    _arrow(axes, (8.2, 0.72), (8.2, -0.14), MUTED)
     color = ACCENT if "engine" in bright else MUTED
     axes.plot(
         [10.8, 10.8, 2.4], [1.32, 2.35, 2.35], color=color, lw=1.6 if "engine" in bright else 1.0
@@ -561,6 +590,7 @@ def plot_pipeline(axes, lit: str | Sequence[str] = "all") -> None:
     axes.set_axis_off()
 
 
+@in_style
 def show_pipeline(lit: str | Sequence[str] = "all") -> None:
     """Show the book's recurring figure: the pipeline, with today's part lit."""
     figure, axes = new_figure(8.4, 2.6)
