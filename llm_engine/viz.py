@@ -60,6 +60,7 @@ STYLE = {
     "savefig.facecolor": PAPER,
     "legend.frameon": False,
 }
+Number = int | float
 DPI = 144  # twice the size it is shown at: sharp on a dense screen
 
 
@@ -106,7 +107,7 @@ def in_style(function: Callable) -> Callable:
 
 
 @in_style
-def new_figure(width: float, height: float, rows: int = 1, cols: int = 1, **layout):
+def new_figure(width: Number, height: Number, rows: int = 1, cols: int = 1, **layout):
     """A figure of `width` x `height` inches in the book's style, and its axes.
 
     One axes is returned bare, several as an array. Nothing global is touched: no pyplot, no backend.
@@ -265,7 +266,7 @@ def plot_heatmap(
     rows: Sequence[str] | None = None,
     cols: Sequence[str] | None = None,
     title: str | None = None,
-    limits: tuple[float, float] | None = None,
+    limits: tuple[Number, Number] | None = None,
     numbers: bool | None = None,
 ):
     """Draw a matrix as colored squares: row 0 on top, column 0 at the left.
@@ -296,7 +297,7 @@ def plot_heatmap(
 
 @in_style
 def heatmap(
-    matrix: Any, name: str, *, size: tuple[float, float] | None = None, **options: Any
+    matrix: Any, name: str, *, size: tuple[Number, Number] | None = None, **options: Any
 ) -> None:
     """Show one matrix as a figure of its own, with a color bar; options as in `plot_heatmap`."""
     values = _array(matrix)
@@ -349,7 +350,7 @@ def show_attention(
     show_figure(figure, name, probs=values[chosen])
 
 
-def _limits(values: np.ndarray) -> tuple[float, float]:
+def _limits(values: np.ndarray) -> tuple[Number, Number]:
     finite = values[np.isfinite(values)]
     if not finite.size:
         return 0.0, 1.0
@@ -422,7 +423,7 @@ def show_lines(
     xlabel: str | None = None,
     ylabel: str | None = None,
     log: str = "",
-    size: tuple[float, float] = (6, 3),
+    size: tuple[Number, Number] = (6, 3),
     **series: Any,
 ) -> None:
     """Show one line a keyword argument over a common x (default: 0, 1, 2, …). `log`: "x", "y" or "xy"."""
@@ -452,7 +453,7 @@ def show_bars(
     xlabel: str | None = None,
     ylabel: str | None = None,
     log: str = "",
-    size: tuple[float, float] = (6, 3),
+    size: tuple[Number, Number] = (6, 3),
     **series: Any,
 ) -> None:
     """Show grouped bars: one group a label, one color a keyword argument."""
@@ -476,7 +477,7 @@ def show_histogram(
     title: str | None = None,
     xlabel: str | None = None,
     log: str = "",
-    size: tuple[float, float] = (6, 3),
+    size: tuple[Number, Number] = (6, 3),
     **arrays: Any,
 ) -> None:
     """Show how the values of each array are spread, over common bins; the counts are what is published."""
