@@ -23,13 +23,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from llm_engine.attention import Attention, Batch, Cache
 from llm_engine.config import ModelConfig, Registry, load_config
 from llm_engine.embedding import Embedding
 from llm_engine.ffn import FeedForward
 from llm_engine.norm import RMSNorm
+from llm_engine.weights import load_weights, open_checkpoint
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #block
@@ -175,20 +175,6 @@ def check_rows(batch: Batch, rows: Int[Tensor, "B R"]) -> None:
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #load-model
-class _WeightsOnMeta(TorchFunctionMode):
-    """Inside, `torch.empty` makes tensors of the meta device: a shape and a dtype, but no memory.
-
-    Modules make their weights with `torch.empty`, so these cost nothing until the checkpoint fills them. What they
-    compute instead (rope's frequencies, say) stays real.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.empty:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
 def load_model(
     folder: str | Path,
     *,
@@ -197,25 +183,15 @@ def load_model(
 ) -> Transformer:
     """The model of a Hugging Face folder, ready for inference: weights in `dtype` on `device`, no gradients.
 
-    Built without memory first, then filled tensor by tensor: there are never two copies. Raises `ConfigError` or
-    `ValueError` for a configuration that this engine does not know, and `WeightsError` for weights that do not fit it.
+    Built on the meta device first, as shapes without memory, then filled tensor by tensor: there are never two copies.
+    Raises `ConfigError` or `ValueError` for a configuration that this engine does not know, and `WeightsError` for
+    weights that do not fit it.
     """
-    from importlib import import_module
-
-    weights = import_module("llm_engine.weights")
-    load_weights, open_checkpoint = weights.load_weights, weights.open_checkpoint
     config = load_config(folder)
-    architecture = ARCHITECTURES[config.model_type]
-    with _WeightsOnMeta():
-        model = architecture(config)
-    load_weights(model, open_checkpoint(Path(folder)), dtype=dtype)
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise ValueError(
-            f"{len(empty)} tensors of the {config.model_type} model were not filled: {', '.join(empty)}. A module "
-            "must make its weights with torch.empty, and whatever is not in the checkpoint with another function"
-        )
-    return model.to(device).eval().requires_grad_(False)
+    with torch.device("meta"):
+        model = ARCHITECTURES[config.model_type](config)
+    load_weights(model, open_checkpoint(folder), dtype=dtype, device=device)
+    return model.eval().requires_grad_(False)
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #count
