@@ -49,7 +49,6 @@ from llm_engine.sampler import (
 from llm_engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from llm_engine.trace import Trace
 from llm_engine.transformer import RUNNERS, TorchRunner, load_model
-from llm_engine.weights import memory_line, open_checkpoint
 
 _log = logging.getLogger("llm_engine")
 
@@ -422,6 +421,7 @@ class Engine:
         before anything is downloaded, and what `resolve`, `load_config` and `load_weights` raise.
         """
         from llm_engine.config import load_config
+        from llm_engine.weights import memory_line, open_checkpoint
 
         device = pick_device(device)
         pick_dtype(dtype, device)
