@@ -81,11 +81,11 @@ def compare_text(old: str, new: str) -> str | None:
 
 
 def last_digit(a: str, b: str) -> float:
-    """One unit (and a hair) of the last digit printed; 0 for `1.`, which numpy prints when a float is an integer."""
+    """One unit (and a hair) of the last digit printed; 0 without digits: numpy prints `1.` when a float is an integer."""
     units = []
     for mantissa, _, exponent in (number.lower().partition("e") for number in (a, b)):
         digits = len(mantissa.partition(".")[2])
-        units.append(10.0 ** (int(exponent or 0) - digits) if digits or exponent else 0.0)
+        units.append(10.0 ** (int(exponent or 0) - digits) if digits else 0.0)
     coarse, fine = max(units), min(filter(None, units), default=0.0)
     same_form = len(a.partition(".")[2]) == len(b.partition(".")[2])
     return 1.001 * (coarse if same_form else fine)
