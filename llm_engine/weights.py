@@ -15,6 +15,7 @@ __all__ = [
     "load_weights",
     "memory_line",
     "open_checkpoint",
+    "parse_header",
     "read_header",
     "weight_files",
     "weight_map",
@@ -28,7 +29,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -67,107 +68,72 @@ DTYPES = {
 }
 
 
+# %% chapters/12_weights.ipynb #parse-header
+def parse_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of an open safetensors file, as parsed JSON, and where the numbers begin (a byte position).
+
+    Raises `ValueError` if the header is not JSON.
+    """
+    # Eight bytes: a length ("<Q" for struct). Then that many bytes of JSON in UTF-8.
+    (length,) = struct.unpack("<Q", file.read(8))
+    return json.loads(file.read(length).decode("utf8")), 8 + length
+
+
 # %% chapters/12_weights.ipynb #read-header
+def _not_safetensors(start: bytes, size: int) -> str:
+    """In words, what a file that begins with these (up to 64) bytes is, and what to do about it."""
+    again = "download it again"
+    if size == 0:
+        return f"an empty file. The download or the copy failed: {again}"
+    if start.startswith(b"version https://git-lfs"):
+        return (
+            f"a Git LFS pointer ({size} bytes of text), not the weights it points to. "
+            f"Run `git lfs pull` in that folder, or {again}"
+        )
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+        return (
+            "a PyTorch pickle under the name of a safetensors file. Renaming does not convert it: "
+            "chapter 12 has a recipe that does"
+        )
+    if start.startswith(b"GGUF"):
+        return "a GGUF file under another name. See llm_engine.hub.convert_gguf"
+    if all(32 <= byte < 127 or byte in b"\r\n\t" for byte in start):
+        return f"text, it begins with {start[:24].decode()!r}. Perhaps a page that reports an error: {again}"
+    return f"not a safetensors file ({size:,} bytes). It may be cut off, or damaged: {again}"
+
+
 def read_header(path: str | Path) -> dict[str, TensorInfo]:
     """The table of contents of one safetensors file: name -> shape, dtype, file. Reads no weights.
 
-    Layout: 8 bytes with the header's length (little endian), the header (JSON), then the numbers of all tensors.
-    Raises `WeightsError` when the file is not that: empty, text, cut off, or a Git LFS pointer.
+    Raises `WeightsError` when the file is something else under this name, or not all there.
     Source: https://github.com/huggingface/safetensors#format
     """
     path = Path(path)
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        if start == b"version ":
+        start = file.read(64)
+        length = int.from_bytes(start[:8], "little")
+        if start[8:9] != b"{" or 8 + length > size:
+            raise WeightsError(f"{path}: {_not_safetensors(start, size)}.")
+        file.seek(0)
+        try:
+            header, begin = parse_header(file)
+            header.pop("__metadata__", None)
+            infos = {
+                name: TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]], path)
+                for name, entry in header.items()
+            }
+            end = begin + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(
-                f"{path}: a Git LFS pointer ({size} bytes of text), not the weights it points to. "
-                "Run `git lfs pull` in that folder, or download the file again."
-            )
-        if size == 0:
-            raise WeightsError(
-                f"{path}: an empty file. The download or the copy failed: get it again."
-            )
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        raw = file.read(length) if 8 + length <= size else b""
-    if not raw.startswith(b"{"):
-        printable = all(32 <= byte < 127 or byte in b"\r\n\t" for byte in start)
-        raise WeightsError(
-            f"{path}: not a safetensors file, it begins with {start!r}. "
-            + (
-                "This looks like text, perhaps an error page saved under the name of the weights: download it again."
-                if printable
-                else f"Its first 8 bytes should hold the length of a JSON header; the file has {size} bytes. "
-                "It may be cut off, or be another format under this name: download it again."
-            )
-        )
-    try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        infos = {
-            name: TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]], path)
-            for name, entry in header.items()
-        }
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(
-            f"{path}: the header cannot be understood ({error!r}). Download it again."
-        ) from error
+                f"{path}: the header cannot be understood ({error!r}). Download it again."
+            ) from error
     if end != size:
         raise WeightsError(
             f"{path}: the header promises {end:,} bytes, the file has {size:,}. "
-            "The download was cut off or the file was damaged: get it again."
+            "The download was cut off, or the file was damaged: get it again."
         )
     return infos
-
-
-# %% chapters/12_weights.ipynb #checkpoint
-class Checkpoint(Protocol):
-    """Where weights come from. `tensors` is known at once; `read` fetches one tensor when it is asked for."""
-
-    tensors: Mapping[str, TensorInfo]
-    bytes: int  # all tensors as stored
-
-    def read(self, name: str) -> Tensor: ...
-
-
-LOADERS = Registry("weights format")  # name -> opener(folder) -> Checkpoint
-
-
-@LOADERS.register("safetensors", default=True)
-class SafetensorsCheckpoint:
-    """The `*.safetensors` files of a folder: one, or several with an index that says which tensor is where.
-
-    Opening reads the headers only. `read` maps the file into memory, so the operating system fetches what is used.
-    """
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        self.tensors: dict[str, TensorInfo] = {}
-        for file, expected in weight_files(self.folder).items():
-            found = read_header(file)
-            lost = [] if expected is None else [name for name in expected if name not in found]
-            if lost:
-                raise WeightsError(
-                    f"{file}: the index says that {len(lost)} tensors are in it which are not, e.g. {lost[0]!r}. "
-                    "Index and shards are of different versions: download the folder again."
-                )
-            self.tensors.update(
-                {n: i for n, i in found.items() if expected is None or n in expected}
-            )
-        self.bytes = sum(
-            i.dtype.itemsize * torch.Size(i.shape).numel() for i in self.tensors.values()
-        )
-        self._open: dict[Path, object] = {}
-
-    def read(self, name: str) -> Tensor:
-        """The tensor as stored. It is a view of the file: copy it before the file may change."""
-        if name not in self.tensors:
-            raise WeightsError(f"{self.folder}: has no tensor {name!r}")
-        file = self.tensors[name].file
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt", device="cpu")
-        return self._open[file].get_tensor(name)
 
 
 # %% chapters/12_weights.ipynb #weight-files
@@ -227,9 +193,58 @@ def open_checkpoint(folder: str | Path, loader: str | None = None) -> Checkpoint
     return LOADERS[loader or LOADERS.default](folder)
 
 
+# %% chapters/12_weights.ipynb #checkpoint
+class Checkpoint(Protocol):
+    """Where weights come from. `tensors` is known at once; `read` fetches one tensor when it is asked for."""
+
+    tensors: Mapping[str, TensorInfo]
+    bytes: int  # all tensors as stored
+
+    def read(self, name: str) -> Tensor: ...
+
+
+LOADERS = Registry("weights format")  # name -> opener(folder) -> Checkpoint
+
+
+@LOADERS.register("safetensors", default=True)
+class SafetensorsCheckpoint:
+    """The `*.safetensors` files of a folder: one, or several with an index that says which tensor is where.
+
+    Opening reads the headers only. `read` maps the file into memory, so the operating system fetches what is used.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.tensors: dict[str, TensorInfo] = {}
+        for file, expected in weight_files(self.folder).items():
+            found = read_header(file)
+            lost = [] if expected is None else [name for name in expected if name not in found]
+            if lost:
+                raise WeightsError(
+                    f"{file}: the index says that {len(lost)} tensors are in it which are not, e.g. {lost[0]!r}. "
+                    "Index and shards are of different versions: download the folder again."
+                )
+            self.tensors.update(
+                {n: i for n, i in found.items() if expected is None or n in expected}
+            )
+        self.bytes = sum(
+            i.dtype.itemsize * torch.Size(i.shape).numel() for i in self.tensors.values()
+        )
+        self._open: dict[Path, object] = {}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as stored. It is a view of the file: copy it before the file may change."""
+        if name not in self.tensors:
+            raise WeightsError(f"{self.folder}: has no tensor {name!r}")
+        file = self.tensors[name].file
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt", device="cpu")
+        return self._open[file].get_tensor(name)
+
+
 # %% chapters/12_weights.ipynb #name-rules
 class Rule(NamedTuple):
-    """One line of a translation table: weights whose name matches `source` become `target`.
+    r"""One line of a translation table: weights whose name matches `source` become `target`.
 
     `target` None: not loaded, for the `reason` given. Two rules may match one name: then both targets are cut from
     it. `change` cuts or changes the stored tensor on its way (it must also work on the meta device).
@@ -245,6 +260,8 @@ class NameRules(tuple):
     """The rules of one architecture. Called with a stored name, gives our name, or None if no rule loads it."""
 
     def matches(self, name: str) -> list[tuple[Rule, str | None]]:
+        """Every rule that matches the whole of `name`, with the target it gives (None: not loaded)."""
+        # re.fullmatch(rule.source, name), then match.expand(rule.target) unless the target is None.
         found = ((rule, re.fullmatch(rule.source, name)) for rule in self)
         return [(rule, rule.target and match.expand(rule.target)) for rule, match in found if match]
 
@@ -252,6 +269,7 @@ class NameRules(tuple):
         return next((target for _, target in self.matches(name) if target), None)
 
 
+# %% chapters/12_weights.ipynb #llama-names
 NAME_RULES = Registry("weight names of model type")
 NAME_RULES["llama"] = NameRules(
     [
@@ -358,6 +376,8 @@ def weight_map(checkpoint: Checkpoint, model: nn.Module) -> list[Row]:
                 "\nIf this model shares its embedding with lm_head, its config.json should say "
                 '"tie_word_embeddings": true.'
             )
+        if "quantization_config" in config.extra:
+            hint += "\nThe config says that these weights are quantized by another program: take the plain ones."
         raise WeightsError(
             f"the weights do not fit the model ({len(problems)} problems):\n"
             + "\n".join(problems)
