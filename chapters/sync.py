@@ -28,6 +28,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -386,7 +387,7 @@ def blocks(text: str) -> Iterator[tuple[int, str, str, list[str]]]:
     """Of a module: line number, notebook, cell id and lines of each block."""
     lines = text.rstrip().split("\n")
     starts = [i for i, line in enumerate(lines) if ORIGIN.fullmatch(line)]
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+    for start, end in pairwise([*starts, len(lines)]):
         body = "\n".join(lines[start + 1 : end]).rstrip()
         yield start + 1, *ORIGIN.fullmatch(lines[start]).groups(), body.split("\n")
 
@@ -479,7 +480,7 @@ def place_edit(cell: Cell, lines: list[str]) -> list[list[str]]:
                 "solution. Make this edit in the notebook, then run: python chapters/sync.py"
             )
         cuts.append(best[0])
-    return [lines[a:b] for a, b in zip(cuts, [*cuts[1:], len(lines)], strict=True)]
+    return [lines[a:b] for a, b in pairwise([*cuts, len(lines)])]
 
 
 def changes(old: list[str], new: list[str]) -> list[list[int]]:
