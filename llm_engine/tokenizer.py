@@ -2,6 +2,7 @@
 
 __all__ = [
     "ROLES",
+    "ChatTemplate",
     "IncrementalDetokenizer",
     "Tokenizer",
     "TokenizerError",
@@ -17,6 +18,7 @@ import json
 import operator
 import re
 import secrets
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -117,6 +119,14 @@ class _JsonBackend:
             steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
         )
         self._bytes = {character: byte for byte, character in byte_alphabet().items()}
+        known = (
+            (library.token_to_id(c) is not None for c in self._bytes)
+            if self.kind == "byte-level"
+            else ()
+        )
+        self.missing = frozenset(
+            b for b, there in zip(self._bytes.values(), known, strict=False) if not there
+        )
         self._plain: tokenizers.Tokenizer | None = None
         self._marks: dict[int, str] = {}
         self._ids_of_marks: dict[int, int] = {}
@@ -192,6 +202,7 @@ class _SentencePieceBackend:
     """`tokenizer.model`, read by the `sentencepiece` library."""
 
     kind = "sentencepiece"
+    missing = frozenset()
 
     def __init__(self, path: Path, added: Mapping[str, int]):
         try:
@@ -277,10 +288,6 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     )
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 def _compile_template(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -288,7 +295,7 @@ def _compile_template(source: str) -> jinja2.Template:
         extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
     )
     environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals["raise_exception"] = _raise_exception
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
@@ -296,29 +303,6 @@ def _compile_template(source: str) -> jinja2.Template:
 
 
 # %% chapters/13_tokenizer.ipynb #quoting
-def _quote_special(text: str, special: Iterable[str], secret: int) -> str:
-    """Spell `text` so that no special token can be read in it, nor across its ends; `_unquote` undoes it.
-
-    Only the first character of each special token is rewritten, and of a beginning of one at the end of the text (or
-    an end of one at the start), since the template might supply the rest. Harmless text stays as it is.
-    """
-    special = list(special)
-    if not special or not text:
-        return text
-    anywhere = "(?=" + "|".join(map(re.escape, special)) + ")"
-    places = {match.start() for match in re.finditer(anywhere, text)}
-    end, start = len(text.rstrip()), len(text) - len(text.lstrip())
-    for token in special:
-        for cut in range(1, len(token)):
-            places |= {e - cut for e in {len(text), end} if text.endswith(token[:cut], 0, e)}
-            places |= {s for s in {0, start} if text.startswith(token[cut:], s)}
-    return "".join(f"_{secret}_{ord(c)}_" if n in places else c for n, c in enumerate(text))
-
-
-def _unquote(text: str, secret: int) -> str:
-    return re.sub(rf"_{secret}_(\d+)_", lambda match: chr(int(match[1])), text)
-
-
 def _each_string(value: Any, change: Callable[[str], str]) -> Any:
     """`value` with every string in it changed, at any depth, but for dictionary keys."""
     if isinstance(value, str):
@@ -330,257 +314,88 @@ def _each_string(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-# %% chapters/13_tokenizer.ipynb #tokenizer
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+def _stand_ins(special: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
+    """For each character that occurs in special tokens, one that occurs in none of the texts."""
+    used = set().union(*texts)
+    free = (c for c in map(chr, range(0xF0000, 0x10FFFE)) if c not in used)
+    return {character: next(free) for character in sorted(set().union(*special))}
 
 
-class Tokenizer:
-    """Text to token ids and back, with a model folder's own rules.
+def _quote(text: str, special: Iterable[str], stand_ins: Mapping[str, str]) -> str:
+    """Make sure that no special token can be read in `text`, nor across its ends, whatever stands around it."""
+    special = list(special)
+    if not special or not text:
+        return text
+    anywhere = (
+        "(?=" + "|".join(map(re.escape, special)) + ")"
+    )  # looks ahead: overlapping ones count too
+    places = {match.start() for match in re.finditer(anywhere, text)}
+    ends = {len(text), len(text.rstrip())}  # templates often trim
+    starts = {0, len(text) - len(text.lstrip())}
+    for token in special:
+        for n in range(1, len(token)):
+            places |= {end - n for end in ends if text.endswith(token[:n], 0, end)}
+            places |= {start for start in starts if text.startswith(token[n:], start)}
+    return "".join(stand_ins[c] if n in places else c for n, c in enumerate(text))
 
-    Make one with `Tokenizer.from_folder(folder)`.
 
-    Attributes:
-        bos_id: the beginning-of-sequence token, or None if the model has none.
-        eos_ids: all ids that end a text: the tokenizer's, config.json's and generation_config.json's.
-        add_bos: what `encode` does when it is not told: put BOS in front, or not.
-        special: spelling of each special token -> id.
-        vocab_size: one more than the largest id, added tokens included. The model's V may be larger (see `check_model`).
+# %% chapters/13_tokenizer.ipynb #chat-template
+class ChatTemplate:
+    """A model's way to write a conversation as text: a Jinja template, run in a sandbox.
+
+    `variables` (`bos_token` and the like) are what the template can see beside the messages. The sandbox limits what a
+    template can reach, not how long it runs.
     """
 
-    def __init__(
-        self,
-        backend,
-        *,
-        bos_id: int | None = None,
-        eos_ids: Iterable[int] = (),
-        add_bos: bool = False,
-        chat_templates: Mapping[str, str] | None = None,
-        template_variables: Mapping[str, str] | None = None,
-        name: str = "this tokenizer",
-    ):
-        self.backend = backend
-        self.bos_id = bos_id
-        self.eos_ids = tuple(sorted(set(eos_ids)))
-        self.add_bos = add_bos
-        self.special: dict[str, int] = dict(backend.special)
-        self.special_ids = frozenset(self.special.values())
-        self.vocab_size: int = backend.size
-        self.chat_templates = dict(chat_templates or {})
-        self.name = name
-        self._variables = dict(template_variables or {})
-        self._compiled: dict[str, jinja2.Template] = {}
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None):
+        self.source = source
+        self.variables = {"tools": None, "documents": None, **(variables or {})}
+        self._template = _compile_template(source)
 
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json`, or else `tokenizer.model`, and what else the folder says about text.
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The conversation as text. Raises `TokenizerError` when the template refuses or fails."""
+        return self._render(messages, variables, datetime.now())
 
-        Raises `TokenizerError` if the folder has neither file, or one that cannot be read.
-        """
-        folder = Path(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        model_config = _read_json(folder / "config.json")
-        generation = _read_json(folder / "generation_config.json")
-        names = {**_read_json(folder / "special_tokens_map.json"), **config}
-        texts = {
-            k: _token_text(v) for k, v in names.items() if k.endswith("_token") and _token_text(v)
-        }
-
-        if (folder / "tokenizer.json").is_file():
-            backend = _open_json(folder / "tokenizer.json")
-        elif (folder / "tokenizer.model").is_file():
-            added = dict(_read_json(folder / "added_tokens.json"))
-            for id, token in config.get("added_tokens_decoder", {}).items():
-                added[token["content"]] = int(id)
-            backend = _SentencePieceBackend(folder / "tokenizer.model", added)
-        else:
-            there = "no such folder" if not folder.is_dir() else "the folder has neither"
-            raise TokenizerError(
-                f"no tokenizer in {folder}: looked for tokenizer.json and tokenizer.model, {there}. "
-                "Weights alone cannot read text: download the whole model folder."
-            )
-
-        bos_id = _find(backend, texts.get("bos_token"))
-        if bos_id is None and "bos_token" not in names:  # an explicit null means: no BOS
-            bos_id = model_config.get("bos_token_id")
-        eos = [_find(backend, texts.get("eos_token"))]
-        for value in (model_config.get("eos_token_id"), generation.get("eos_token_id")):
-            eos += value if isinstance(value, list) else [value]
-        add_bos = config.get("add_bos_token")
-        if add_bos is None:
-            add_bos = bos_id is not None and bos_id in backend.added_at_start()
-        return cls(
-            backend,
-            bos_id=bos_id,
-            eos_ids=[id for id in eos if id is not None],
-            add_bos=bool(add_bos) and bos_id is not None,
-            chat_templates=_read_chat_templates(folder, config),
-            template_variables=texts,
-            name=folder.name,
-        )
-
-    def encode(
-        self,
-        text: str,
-        *,
-        add_bos: bool | None = None,
-        special_tokens: Literal["parse", "text"] = "parse",
-    ) -> list[int]:
-        """The token ids of one text.
-
-        With `add_bos` (None: what the tokenizer's files say) the BOS token stands at the front exactly once, also if
-        the text itself begins with it. `special_tokens="text"` reads special tokens in the text as plain characters:
-        for text from people you do not know.
-        """
-        text = _checked_text(text)
-        if special_tokens == "parse":
-            ids = self.backend.encode(text)
-        elif special_tokens == "text":
-            ids = self._encode_parts([text] if text else [])
-        else:
-            raise ValueError(f"special_tokens must be 'parse' or 'text', not {special_tokens!r}")
-        if not (self.add_bos if add_bos is None else add_bos):
-            return ids
-        if self.bos_id is None:
-            raise TokenizerError(
-                f"{self.name} has no beginning-of-sequence token: encode with add_bos=False"
-            )
-        return with_bos(ids, self.bos_id)
-
-    def _encode_parts(self, parts: list[str | int]) -> list[int]:
-        ids = self.backend.encode_parts(parts)
-        meant = Counter(part for part in parts if isinstance(part, int))
-        found = Counter(id for id in ids if id in self.special_ids)
-        found.pop(self.backend.unknown_id(), None)
-        if extra := found - meant:  # a vocabulary whose ordinary words include its special tokens
-            names = ", ".join(repr(self.backend.spelling(id)) for id in extra)
-            raise TokenizerError(
-                f"{self.name} cannot spell {names} as plain text: the text must not contain it"
-            )
-        return ids
-
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Bytes that are not valid UTF-8 become U+FFFD. Nothing is tidied up.
-
-        Raises `TokenizerError` for an id that is no token.
-        """
-        previous, data = None, []
-        for id in map(self._checked_id, ids):
-            if not (skip_special_tokens and id in self.special_ids):
-                data.append(self.backend.piece(id, previous))
-                previous = id
-        text = b"".join(data).decode("utf-8", errors="replace")
-        return text[1:] if self.backend.strips_space and text.startswith(" ") else text
-
-    def token(self, id: int) -> str:
-        """One token as printable text, for labels in plots: a space shows as `␣`, a line break as `⏎`, a tab as `⇥`,
-        and the bytes of an incomplete character as hexadecimal numbers in angle brackets."""
-        data = self.backend.piece(self._checked_id(id), None)
+    def _render(self, messages: Sequence, variables: Mapping[str, Any], now: datetime) -> str:
+        values = {"strftime_now": now.strftime, **self.variables, **variables}
         try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError:
-            return "<" + data.hex(" ").upper() + ">"
-        text = text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
-        return "".join(c if c.isprintable() else f"<U+{ord(c):04X}>" for c in text)
-
-    def _checked_id(self, id: Any) -> int:
-        number = operator.index(id)
-        if not 0 <= number < self.vocab_size or self.backend.spelling(number) is None:
-            raise TokenizerError(
-                f"{number} is not a token of {self.name}, whose ids are 0 to {self.vocab_size - 1}. A model may have more "
-                "rows than its tokenizer has tokens (padding of the matrix), and such a row should never win."
-            )
-        return number
-
-    def check_model(self, model_vocab_size: int) -> str | None:
-        """Compare with the model's V. Raises if some token has no row in the embedding; None if they are equal; else a
-        sentence that explains the spare rows."""
-        if model_vocab_size < self.vocab_size:
-            raise TokenizerError(
-                f"{self.name} has token ids up to {self.vocab_size - 1}, but the model has only {model_vocab_size} rows: "
-                "tokenizer and weights do not belong together, or tokens were added without resizing the model."
-            )
-        if model_vocab_size == self.vocab_size:
-            return None
-        return (
-            f"The model has {model_vocab_size} rows for {self.vocab_size} tokens: the last "
-            f"{model_vocab_size - self.vocab_size} are padding to a convenient size and stand for no token."
-        )
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        template: str | None = None,
-        **variables: Any,
-    ) -> str:
-        """The text that the chat template makes of the messages: `[{"role": "user", "content": "Hi"}, ...]`.
-
-        To be looked at. It is not to be encoded when the messages come from others: `apply_chat_template` is.
-        `template` picks one of several named templates; further variables are handed to the template.
-        """
-        _check_messages(messages)
-        return self._render(messages, add_generation_prompt, template, variables)
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        template: str | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Token ids of a conversation. Special tokens come from the template alone: in the messages they are text.
-
-        BOS is there if the template writes it; nothing is added. Raises `TokenizerError` if there is no template, for
-        a role outside `ROLES`, and when the template itself refuses or fails.
-        """
-        _check_messages(messages)
-        secret = secrets.randbits(
-            128
-        )  # unknown to whoever wrote the messages, like the boundary of an e-mail's parts
-        quoted = [
-            {
-                key: value
-                if key == "role"
-                else _each_string(value, lambda text: _quote_special(text, self.special, secret))
-                for key, value in message.items()
-            }
-            for message in messages
-        ]
-        rendered = self._render(quoted, add_generation_prompt, template, variables)
-        parts = split_special(rendered, self.special)
-        parts = [part if isinstance(part, int) else _unquote(part, secret) for part in parts]
-        if any(str(secret) in part for part in parts if isinstance(part, str)):
-            raise TokenizerError(
-                "the chat template cuts or rewrites messages that contain special tokens, so they cannot be kept apart: "
-                "remove the special tokens from the messages"
-            )
-        return self._encode_parts(parts)
-
-    def _render(self, messages, add_generation_prompt, name, variables) -> str:
-        if not self.chat_templates:
-            raise TokenizerError(
-                f"{self.name} has no chat template: it is a base model, or chat_template is missing from its files. "
-                "Continue plain text with encode(), or set tokenizer.chat_templates['default']."
-            )
-        name = "default" if name is None else name
-        if name not in self.chat_templates:
-            raise TokenizerError(
-                f"no chat template named {name!r}; {self.name} has: {', '.join(self.chat_templates)}"
-            )
-        source = self.chat_templates[name]
-        if source not in self._compiled:
-            self._compiled[source] = _compile_template(source)
-        values = {"tools": None, "documents": None, **self._variables, **variables}
-        try:
-            return self._compiled[source].render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **values
-            )
+            return self._template.render(messages=messages, **values)
         except Exception as error:  # a template is a program from elsewhere: it may fail in any way
             raise TokenizerError(
                 f"the chat template stopped: {type(error).__name__}: {error}"
             ) from error
+
+    def parts(
+        self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, int], **variables: Any
+    ) -> list[str | int]:
+        """The conversation as pieces of plain text and ids of special tokens, which are the template's alone.
+
+        Raises `TokenizerError` also if the template acts upon special tokens inside a message.
+        """
+        texts = [self.source]
+        _each_string(list(messages), lambda text: texts.append(text) or text)
+        stand_ins = _stand_ins(special, texts)
+        quoted = [
+            {
+                key: value
+                if key == "role"
+                else _each_string(value, lambda text: _quote(text, special, stand_ins))
+                for key, value in message.items()
+            }
+            for message in messages
+        ]
+        now = datetime.now()  # the same for both renderings
+        rendered = self._render(quoted, variables, now)
+        back = {ord(stand_in): character for character, stand_in in stand_ins.items()}
+        if quoted != list(messages) and rendered.translate(back) != self._render(
+            messages, variables, now
+        ):
+            raise TokenizerError(
+                "this chat template reads or rewrites special tokens inside messages, so the two cannot be kept apart: "
+                "take the special tokens out of the messages"
+            )
+        pieces = split_special(rendered, special)
+        return [piece.translate(back) if isinstance(piece, str) else piece for piece in pieces]
 
 
 # %% chapters/13_tokenizer.ipynb #folder-helpers
@@ -657,6 +472,249 @@ def _check_messages(messages: Any) -> None:
         if not isinstance(message.get("content"), str | list) and len(message) < 3:
             raise TokenizerError(f"message {n} needs its content, as a string")
         _each_string(message, lambda text, n=n: _checked_text(text, f"message {n}"))
+
+
+# %% chapters/13_tokenizer.ipynb #tokenizer
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
+
+class Tokenizer:
+    """Text to token ids and back, with a model folder's own rules.
+
+    Make one with `Tokenizer.from_folder(folder)`.
+
+    Attributes:
+        bos_id: the beginning-of-sequence token, or None if the model has none.
+        eos_ids: all ids that end a text: the tokenizer's, config.json's and generation_config.json's.
+        add_bos: what `encode` does when it is not told: put BOS in front, or not.
+        special: spelling of each special token -> id.
+        vocab_size: one more than the largest id, added tokens included. The model's V may be larger (see `check_model`).
+    """
+
+    def __init__(
+        self,
+        backend,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        add_bos: bool = False,
+        chat_templates: Mapping[str, str] | None = None,
+        template_variables: Mapping[str, str] | None = None,
+        name: str = "this tokenizer",
+    ):
+        self.backend = backend
+        self.bos_id = bos_id
+        self.eos_ids = tuple(sorted(set(eos_ids)))
+        self.add_bos = add_bos
+        self.special: dict[str, int] = dict(backend.special)
+        self.special_ids = frozenset(self.special.values())
+        self.vocab_size: int = backend.size
+        self.chat_templates = dict(chat_templates or {})
+        self.name = name
+        self._variables = dict(template_variables or {})
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """Read `tokenizer.json`, or else `tokenizer.model`, and what else the folder says about text.
+
+        Raises `TokenizerError` if the folder has neither file, or one that cannot be read.
+        """
+        folder = Path(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        model_config = _read_json(folder / "config.json")
+        generation = _read_json(folder / "generation_config.json")
+        names = {**_read_json(folder / "special_tokens_map.json"), **config}
+        texts = {
+            k: _token_text(v) for k, v in names.items() if k.endswith("_token") and _token_text(v)
+        }
+
+        if (folder / "tokenizer.json").is_file():
+            backend = _open_json(folder / "tokenizer.json")
+        elif (folder / "tokenizer.model").is_file():
+            added = dict(_read_json(folder / "added_tokens.json"))
+            for id, token in config.get("added_tokens_decoder", {}).items():
+                added[token["content"]] = int(id)
+            backend = _SentencePieceBackend(folder / "tokenizer.model", added)
+        else:
+            there = "no such folder" if not folder.is_dir() else "the folder has neither"
+            raise TokenizerError(
+                f"no tokenizer in {folder}: looked for tokenizer.json and tokenizer.model, {there}. "
+                "Weights alone cannot read text: download the whole model folder."
+            )
+
+        bos_id = _find(backend, texts.get("bos_token"))
+        if bos_id is None and "bos_token" not in names:  # an explicit null means: no BOS
+            bos_id = model_config.get("bos_token_id")
+        eos = [_find(backend, texts.get("eos_token"))]
+        for value in (model_config.get("eos_token_id"), generation.get("eos_token_id")):
+            eos += value if isinstance(value, list) else [value]
+        add_bos = config.get("add_bos_token")
+        if add_bos is None:
+            add_bos = bos_id is not None and bos_id in backend.added_at_start()
+        return cls(
+            backend,
+            bos_id=bos_id,
+            eos_ids=[id for id in eos if id is not None],
+            add_bos=bool(add_bos) and bos_id is not None,
+            chat_templates=_read_chat_templates(folder, config),
+            template_variables=texts,
+            name=folder.name,
+        )
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        special_tokens: Literal["parse", "text"] = "parse",
+    ) -> list[int]:
+        """The token ids of one text.
+
+        With `add_bos` (None: what the tokenizer's files say) the BOS token stands at the front exactly once, also if
+        the text itself begins with it. `special_tokens="text"` reads special tokens in the text as plain characters:
+        for text from people you do not know.
+        """
+        text = _checked_text(text)
+        if special_tokens == "parse":
+            self._warn_of_loss([text])
+            ids = self.backend.encode(text)
+        elif special_tokens == "text":
+            ids = self._encode_parts([text] if text else [])
+        else:
+            raise ValueError(f"special_tokens must be 'parse' or 'text', not {special_tokens!r}")
+        if not (self.add_bos if add_bos is None else add_bos):
+            return ids
+        if self.bos_id is None:
+            raise TokenizerError(
+                f"{self.name} has no beginning-of-sequence token: encode with add_bos=False"
+            )
+        return with_bos(ids, self.bos_id)
+
+    def _encode_parts(self, parts: list[str | int]) -> list[int]:
+        self._warn_of_loss(parts)
+        ids = self.backend.encode_parts(parts)
+        meant = Counter(part for part in parts if isinstance(part, int))
+        found = Counter(id for id in ids if id in self.special_ids)
+        found.pop(self.backend.unknown_id(), None)
+        if extra := found - meant:  # a vocabulary whose ordinary words include its special tokens
+            names = ", ".join(repr(self.backend.spelling(id)) for id in extra)
+            raise TokenizerError(
+                f"{self.name} cannot spell {names} as plain text: the text must not contain it"
+            )
+        return ids
+
+    def _warn_of_loss(self, parts: Iterable[str | int]) -> None:
+        """Some byte-level vocabularies lack bytes; the library leaves characters that need them out in silence."""
+        if self.backend.missing:
+            seen = set().union(*(part.encode("utf-8") for part in parts if isinstance(part, str)))
+            if lost := seen & self.backend.missing:
+                names = ", ".join(f"0x{byte:02X}" for byte in sorted(lost))
+                warnings.warn(
+                    f"{self.name} has no token for byte {names}: characters that need it are lost",
+                    stacklevel=3,
+                )
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Bytes that are not valid UTF-8 become U+FFFD. Nothing is tidied up.
+
+        Raises `TokenizerError` for an id that is no token.
+        """
+        previous, data = None, []
+        for id in map(self._checked_id, ids):
+            if not (skip_special_tokens and id in self.special_ids):
+                data.append(self.backend.piece(id, previous))
+                previous = id
+        text = b"".join(data).decode("utf-8", errors="replace")
+        return text[1:] if self.backend.strips_space and text.startswith(" ") else text
+
+    def token(self, id: int) -> str:
+        """One token as printable text, for labels in plots: a space shows as `␣`, a line break as `⏎`, a tab as `⇥`,
+        and the bytes of an incomplete character as hexadecimal numbers in angle brackets."""
+        data = self.backend.piece(self._checked_id(id), None)
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "<" + data.hex(" ").upper() + ">"
+        text = text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+        return "".join(c if c.isprintable() else f"<U+{ord(c):04X}>" for c in text)
+
+    def _checked_id(self, id: Any) -> int:
+        number = operator.index(id)
+        if not 0 <= number < self.vocab_size or self.backend.spelling(number) is None:
+            raise TokenizerError(
+                f"{number} is not a token of {self.name}, whose ids are 0 to {self.vocab_size - 1}. A model may have more "
+                "rows than its tokenizer has tokens (padding of the matrix), and such a row should never win."
+            )
+        return number
+
+    def check_model(self, model_vocab_size: int) -> str | None:
+        """Compare with the model's V. Raises if some token has no row in the embedding; None if they are equal; else a
+        sentence that explains the spare rows."""
+        if model_vocab_size < self.vocab_size:
+            raise TokenizerError(
+                f"{self.name} has token ids up to {self.vocab_size - 1}, but the model has only {model_vocab_size} rows: "
+                "tokenizer and weights do not belong together, or tokens were added without resizing the model."
+            )
+        if model_vocab_size == self.vocab_size:
+            return None
+        return (
+            f"The model has {model_vocab_size} rows for {self.vocab_size} tokens: the last "
+            f"{model_vocab_size - self.vocab_size} are padding to a convenient size and stand for no token."
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text that the chat template makes of the messages: `[{"role": "user", "content": "Hi"}, ...]`.
+
+        To be looked at. It is not to be encoded when the messages come from others: `apply_chat_template` is.
+        `template` picks one of several named templates; further variables are handed to the template.
+        """
+        _check_messages(messages)
+        chat = self._chat_template(template)
+        return chat.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation. Special tokens come from the template alone: in the messages they are text.
+
+        BOS is there if the template writes it; nothing is added. Raises `TokenizerError` if there is no template, for
+        a role outside `ROLES`, and when the template itself refuses or fails.
+        """
+        _check_messages(messages)
+        chat = self._chat_template(template)
+        parts = chat.parts(
+            messages, self.special, add_generation_prompt=add_generation_prompt, **variables
+        )
+        return self._encode_parts(parts)
+
+    def _chat_template(self, name: str | None) -> ChatTemplate:
+        if not self.chat_templates:
+            raise TokenizerError(
+                f"{self.name} has no chat template: it is a base model, or chat_template is missing from its files. "
+                "Continue plain text with encode(), or set tokenizer.chat_templates['default']."
+            )
+        name = "default" if name is None else name
+        if name not in self.chat_templates:
+            raise TokenizerError(
+                f"no chat template named {name!r}; {self.name} has: {', '.join(self.chat_templates)}"
+            )
+        source = self.chat_templates[name]
+        if source not in self._compiled:
+            self._compiled[source] = ChatTemplate(source, self._variables)
+        return self._compiled[source]
 
 
 # %% chapters/13_tokenizer.ipynb #incremental-detokenizer
