@@ -113,8 +113,8 @@ def _progress(
     if not show:
         yield lambda done, total: None
         return
-    from rich.console import Console
     from rich import progress
+    from rich.console import Console
 
     amount = progress.DownloadColumn() if of_bytes else progress.MofNCompleteColumn()
     columns = (

@@ -24,12 +24,13 @@ __all__ = [
 
 
 # %% chapters/12_weights.ipynb #imports
+import io
 import json
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from safetensors import safe_open
@@ -69,7 +70,7 @@ DTYPES = {
 
 
 # %% chapters/12_weights.ipynb #parse-header
-def parse_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+def parse_header(file: io.BufferedIOBase) -> tuple[dict[str, Any], int]:
     """The header of an open safetensors file, as parsed JSON, and where the numbers begin (a byte position).
 
     Raises `ValueError` if the header is not JSON.
@@ -188,12 +189,8 @@ def weight_files(folder: str | Path) -> dict[Path, set[str] | None]:
     )
 
 
-def open_checkpoint(folder: str | Path, loader: str | None = None) -> Checkpoint:
-    """The weights of a model folder, headers read, weights not. `loader` names another of `LOADERS`."""
-    return LOADERS[loader or LOADERS.default](folder)
-
-
 # %% chapters/12_weights.ipynb #checkpoint
+@runtime_checkable
 class Checkpoint(Protocol):
     """Where weights come from. `tensors` is known at once; `read` fetches one tensor when it is asked for."""
 
@@ -240,6 +237,11 @@ class SafetensorsCheckpoint:
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt", device="cpu")
         return self._open[file].get_tensor(name)
+
+
+def open_checkpoint(folder: str | Path, loader: str | None = None) -> Checkpoint:
+    """The weights of a model folder, headers read, weights not. `loader` names another of `LOADERS`."""
+    return LOADERS[loader or LOADERS.default](folder)
 
 
 # %% chapters/12_weights.ipynb #name-rules
