@@ -26,7 +26,10 @@ STEPS = {
     "lint: notebooks": [PYTHON, "chapters/lint.py"],
     "lint: code": [PYTHON, "-m", "ruff", "check", "--quiet", *CODE],
     "lint: format": [PYTHON, "-m", "ruff", "format", "--check", "--quiet", *CODE],
-    "model: the default model is there": [PYTHON, "-m", "llm_engine.cli", "download"],
+    "model: the default model is there": [
+        *(PYTHON, "-c"),
+        "from llm_engine.hub import DEFAULT_MODEL, resolve; resolve(DEFAULT_MODEL)",
+    ],
     "chapters: run, and compared with what is stored": [
         *PYTEST,
         *("--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", "chapters"),
