@@ -144,7 +144,7 @@ def test_a_shape_table_that_contradicts_itself_is_not_printed(shown):
 
 
 def test_labels_show_spaces_and_spell_out_what_the_font_lacks():
-    assert viz.plain_label(" a\n") == "·a⏎"
+    assert viz.plain_label(" a\n") == "␣a⏎"
     assert viz.plain_label("你") == "U+4F60"
     assert viz.plain_label("\x07") == "U+0007"
 
