@@ -36,7 +36,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from llm_engine.attention import CACHES, Cache, NoCache, single
-from llm_engine.config import Registry
+from llm_engine.config import Registry, load_config
 from llm_engine.hub import DEFAULT_MODEL, resolve
 from llm_engine.sampler import (
     Candidates,
@@ -49,6 +49,7 @@ from llm_engine.sampler import (
 from llm_engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from llm_engine.trace import Trace
 from llm_engine.transformer import RUNNERS, TorchRunner, load_model
+from llm_engine.weights import memory_line, open_checkpoint
 
 _log = logging.getLogger("llm_engine")
 
@@ -420,9 +421,6 @@ class Engine:
         device, dtype: see `pick_device` and `pick_dtype`. options: as for `Engine`. Raises `ValueError` for a bad choice
         before anything is downloaded, and what `resolve`, `load_config` and `load_weights` raise.
         """
-        from llm_engine.config import load_config
-        from llm_engine.weights import memory_line, open_checkpoint
-
         device = pick_device(device)
         pick_dtype(dtype, device)
         for registry, choice in (
