@@ -213,17 +213,18 @@ class _SentencePieceBackend:
                 "Install it with: pip install sentencepiece (or 'llm-engine[sentencepiece]')"
             ) from None
         model = path.read_bytes()
+        # Protocol buffers merge: a field appended at the end overrides. These four bytes say
+        # normalizer_spec { add_dummy_prefix: false }, for text that follows a special token.
+        no_space = b"\x1a\x02\x18\x00"
         try:
             self.first = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self.later = sentencepiece.SentencePieceProcessor(model_proto=model + no_space)
         except Exception as error:
             raise TokenizerError(
                 f"{path} is not a SentencePiece model ({type(error).__name__}). Llama 3's original folders hold a file of "
                 "this name in another format: take the Hugging Face folder, which has tokenizer.json. A short text "
                 "file that mentions git-lfs means that the download is incomplete."
             ) from None
-        # Protocol buffers merge: a field appended at the end overrides. These four bytes say
-        # normalizer_spec { add_dummy_prefix: false }, for text that follows a special token.
-        self.later = sentencepiece.SentencePieceProcessor(model_proto=model + b"\x1a\x02\x18\x00")
         self.strips_space = self.first.encode("a") != self.later.encode("a")
         pieces = self.first.get_piece_size()
         self.special = {
