@@ -315,29 +315,43 @@ def _each_string(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _stand_ins(special: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
-    """For each character that occurs in special tokens, one that occurs in none of the texts."""
-    used = set().union(*texts)
-    free = (c for c in map(chr, range(0xF0000, 0x10FFFE)) if c not in used)
-    return {character: next(free) for character in sorted(set().union(*special))}
+class _Quoter:
+    """Respells texts so that no special token can be read in them, nor across their ends, and undoes it.
 
+    `texts` are all that the respelling must not be confused with.
+    """
 
-def _quote(text: str, special: Iterable[str], stand_ins: Mapping[str, str]) -> str:
-    """Make sure that no special token can be read in `text`, nor across its ends, whatever stands around it."""
-    special = list(special)
-    if not special or not text:
-        return text
-    anywhere = (
-        "(?=" + "|".join(map(re.escape, special)) + ")"
-    )  # looks ahead: overlapping ones count too
-    places = {match.start() for match in re.finditer(anywhere, text)}
-    ends = {len(text), len(text.rstrip())}  # templates often trim
-    starts = {0, len(text) - len(text.lstrip())}
-    for token in special:
-        for n in range(1, len(token)):
-            places |= {end - n for end in ends if text.endswith(token[:n], 0, end)}
-            places |= {start for start in starts if text.startswith(token[n:], start)}
-    return "".join(stand_ins[c] if n in places else c for n, c in enumerate(text))
+    def __init__(self, special: Iterable[str], texts: Iterable[str]):
+        self.special = list(special)
+        self.begins = {token[:n] for token in self.special for n in range(1, len(token))}
+        self.ends = {token[n:] for token in self.special for n in range(1, len(token))}
+        self.longest = max(map(len, self.special), default=0)
+        used = set().union(*texts)
+        free = (c for c in map(chr, range(0xF0000, 0x10FFFE)) if c not in used)
+        self.stand_ins = {c: next(free) for c in sorted(set().union(*self.special))}
+        self.back = {ord(stand_in): c for c, stand_in in self.stand_ins.items()}
+
+    def quote(self, text: str) -> str:
+        places = set()
+        if any(token in text for token in self.special):
+            # Looking ahead finds overlapping ones, too.
+            anywhere = "(?=" + "|".join(map(re.escape, self.special)) + ")"
+            places = {match.start() for match in re.finditer(anywhere, text)}
+        # The ends as they are, and as they are after trimming, which templates often do.
+        for end in {len(text), len(text.rstrip())}:
+            sizes = range(1, min(self.longest, end + 1))
+            places |= {end - n for n in sizes if text[end - n : end] in self.begins}
+        for start in {0, len(text) - len(text.lstrip())}:
+            if any(text[start : start + n] in self.ends for n in range(1, self.longest)):
+                places.add(start)
+        return (
+            "".join(self.stand_ins[c] if n in places else c for n, c in enumerate(text))
+            if places
+            else text
+        )
+
+    def unquote(self, text: str) -> str:
+        return text.translate(self.back)
 
 
 # %% chapters/13_tokenizer.ipynb #chat-template
@@ -375,20 +389,17 @@ class ChatTemplate:
         """
         texts = [self.source]
         _each_string(list(messages), lambda text: texts.append(text) or text)
-        stand_ins = _stand_ins(special, texts)
+        quoter = _Quoter(special, texts)
         quoted = [
             {
-                key: value
-                if key == "role"
-                else _each_string(value, lambda text: _quote(text, special, stand_ins))
+                key: value if key == "role" else _each_string(value, quoter.quote)
                 for key, value in message.items()
             }
             for message in messages
         ]
         now = datetime.now()  # the same for both renderings
         rendered = self._render(quoted, variables, now)
-        back = {ord(stand_in): character for character, stand_in in stand_ins.items()}
-        if quoted != list(messages) and rendered.translate(back) != self._render(
+        if quoted != list(messages) and quoter.unquote(rendered) != self._render(
             messages, variables, now
         ):
             raise TokenizerError(
@@ -396,7 +407,7 @@ class ChatTemplate:
                 "take the special tokens out of the messages"
             )
         pieces = split_special(rendered, special)
-        return [piece.translate(back) if isinstance(piece, str) else piece for piece in pieces]
+        return [piece if isinstance(piece, int) else quoter.unquote(piece) for piece in pieces]
 
 
 # %% chapters/13_tokenizer.ipynb #folder-helpers

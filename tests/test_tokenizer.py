@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -472,6 +472,7 @@ def test_bos_is_never_doubled(fallback):
     assert tokenizer.encode("") == tokenizer.encode("<s>") == [1]
 
 
+@settings(max_examples=30)
 @given(data=st.data())
 def test_bos_stands_at_the_front_exactly_once(any_folder, data):
     tokenizer = opened(any_folder)
@@ -547,6 +548,7 @@ def fragments(tokenizer):
     ).map("".join)
 
 
+@settings(max_examples=30)
 @given(data=st.data())
 def test_special_tokens_as_text_never_become_ids(any_folder, data):
     tokenizer = opened(any_folder)
@@ -566,6 +568,7 @@ def test_special_tokens_mode_is_checked(default):
         default.encode("a", special_tokens="ignore")
 
 
+@settings(max_examples=30)
 @given(text=TEXT)
 def test_pieces_encode_as_the_whole_does(any_folder, text):
     """Secret spellings instead of special tokens change nothing else: spaces in front, blanks around."""
@@ -655,6 +658,7 @@ def test_harmless_messages_equal_transformers_under_every_template(byte_level, n
     check()
 
 
+@settings(max_examples=30)
 @given(
     text=TEXT.filter(lambda text: "<s>" not in text and "</s>" not in text and "<unk>" not in text)
 )
@@ -678,6 +682,7 @@ def test_the_words_of_a_user_forge_no_turn(default):
     assert default.decode(ids, skip_special_tokens=False) == default.render_chat(chat)
 
 
+@settings(max_examples=30)
 @given(data=st.data())
 def test_no_message_adds_a_control_token(any_folder, data):
     """Whatever the message and the template: as many control tokens as for a harmless message, and the same text."""
@@ -853,6 +858,7 @@ def test_where_templates_are_found(tmp_path):
 # ---------------------------------------------------------------- text, one token at a time
 
 
+@settings(max_examples=30)
 @given(data=st.data())
 def test_pieces_of_any_ids_join_to_the_whole(any_folder, data):
     tokenizer = opened(any_folder)
@@ -866,6 +872,7 @@ def test_pieces_of_any_ids_join_to_the_whole(any_folder, data):
     assert whole.endswith(both)
 
 
+@settings(max_examples=30)
 @given(text=TEXT)
 def test_pieces_of_a_text_are_never_broken(any_folder, text):
     tokenizer = opened(any_folder)
