@@ -171,18 +171,13 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions; MHA is K = N, MQA is K = 1.
 
     `q_rotated`, `k_rotated`, `scores`, `probs` and `heads` are identity modules: places where a hook can look.
-    `kernel` names an entry of `ATTENTION_KERNELS`. Raises `ValueError` if N is no multiple of K.
+    `kernel` names an entry of `ATTENTION_KERNELS`.
     """
 
     def __init__(self, config: ModelConfig, layer: int, window: int | None = None, sinks: int = 0):
         super().__init__()
         H, D = config.hidden_size, config.head_dim
         N, K, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
-        if N % K:
-            raise ValueError(
-                f"each key/value head serves the same number of query heads, but "
-                f"num_attention_heads {N} is no multiple of num_key_value_heads {K}"
-            )
         self.layer, self.head_dim, self.window, self.sinks = layer, D, window, sinks
         self.scale = 1 / math.sqrt(D)
         self.kernel = ATTENTION_KERNELS.default
