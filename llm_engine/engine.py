@@ -61,6 +61,7 @@ def unseen(ids: Sequence[int], seen: int) -> tuple[list[int], int]:
     ids: the whole sequence so far, at least one token; seen: how many of them the cache has taken in.
     At least the last token is fed, since the logits wanted are those at its position: hence min(seen, len - 1).
     """
+    # Go on where the cache ends, but never past the last token: its logits are what is wanted.
     start = min(seen, len(ids) - 1)
     return list(ids[start:]), start
 
@@ -74,6 +75,7 @@ def why_finished(
     ("stop", token id) for a stop token, ("stop", stop string) when the text completed `matched`,
     ("length", None) once `limit` tokens are out. A stop at the very limit is a stop.
     """
+    # Three reasons to end, one after the other, and otherwise none.
     if token_id in stop_ids:
         return "stop", token_id
     if matched is not None:
@@ -87,9 +89,9 @@ def why_finished(
 class StopMatcher:
     """Passes text through until one of `stops` is complete, and never lets a part of it out.
 
-    `push(text)` returns what is safe to show: all but the longest tail that could still grow into a stop string. The first
-    stop string to be complete wins (the longest, if several end at the same character), so the
-    result is the same however the text is cut into pieces. `matched` is then that string, and nothing more comes out.
+    `push(text)` returns what is safe to show: all but the longest tail that could still grow into a stop string. The
+    first stop string to be complete wins (the longest, if several end at the same character), so the result is the
+    same however the text is cut into pieces. `matched` is then that string, and nothing more comes out.
     Raises `ValueError` for an empty stop string.
     """
 
@@ -102,6 +104,8 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """Take more text in; return what can be shown now."""
+        # Is a stop string complete in what was held back and `text` together? Then cut before it. If not, hold back the
+        # longest tail that begins one.
         if self.matched is not None:
             return ""
         self.held += text
