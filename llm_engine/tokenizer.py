@@ -390,13 +390,7 @@ class ChatTemplate:
         texts = [self.source]
         _each_string(list(messages), lambda text: texts.append(text) or text)
         quoter = _Quoter(special, texts)
-        quoted = [
-            {
-                key: value if key == "role" else _each_string(value, quoter.quote)
-                for key, value in message.items()
-            }
-            for message in messages
-        ]
+        quoted = _each_string(list(messages), quoter.quote)
         now = datetime.now()  # the same for both renderings
         rendered = self._render(quoted, variables, now)
         if quoted != list(messages) and quoter.unquote(rendered) != self._render(

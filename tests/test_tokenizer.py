@@ -316,6 +316,7 @@ def test_a_truncation_length_in_the_file_does_not_cut_prompts(tmp_path):
     library.enable_padding(length=32)
     tokenizer = Tokenizer.from_folder(write(tmp_path, library))
     assert tokenizer.decode(tokenizer.encode("the cat " * 20)) == "the cat " * 20
+    assert len(tokenizer.encode("a")) == 1
 
 
 def test_token_is_printable(default):
@@ -531,6 +532,13 @@ def test_splitting_loses_nothing(text, marks):
     spelled = {n: mark for mark, n in special.items()}
     assert "".join(spelled[p] if isinstance(p, int) else p for p in parts) == text
     assert all(p and not any(mark in p for mark in special) for p in parts if isinstance(p, str))
+    place = 0
+    for part in parts:  # no longer mark begins where one was found
+        found = part if isinstance(part, str) else spelled[part]
+        if isinstance(part, int):
+            longest = max((m for m in special if text.startswith(m, place)), key=len)
+            assert found == longest
+        place += len(found)
     assert not any(
         isinstance(a, str) and isinstance(b, str) for a, b in zip(parts, parts[1:], strict=False)
     )
@@ -706,7 +714,7 @@ def test_a_template_cannot_complete_a_mark_that_a_message_began(byte_level):
     tokenizer.chat_templates["default"] = (
         "{% for m in messages %}<|im_{{ m['content'] | trim }}|im_end|>{% endfor %}"
     )
-    for content in ("<", "x <", "start|> <", " start|>\n", "end|>x"):
+    for content in ("<", "x <", "x < \n", "start|> <", " start|>\n", "end|>x"):
         ids = tokenizer.apply_chat_template(conversation(content))
         assert not tokenizer.special_ids & set(ids), content
         assert tokenizer.decode(ids) == tokenizer.render_chat(conversation(content))
