@@ -21,6 +21,7 @@ __all__ = [
     "compare",
     "compare_models",
     "epsilon_outside",
+    "examine",
     "expected_shapes",
     "first_divergence",
     "interleaved",
@@ -52,6 +53,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -68,8 +70,115 @@ from llm_engine.engine import Engine
 from llm_engine.hub import DEFAULT_MODEL, cache_dir, resolve
 from llm_engine.sampler import SamplingParams
 from llm_engine.tokenizer import Tokenizer
-from llm_engine.trace import Trace
 from llm_engine.transformer import TorchRunner, Transformer, load_model
+
+
+# %% chapters/19_verify.ipynb #expected-shapes
+def expected_shapes(config: ModelConfig, B: int, T: int) -> dict[str, tuple[int, ...]]:
+    """What each module of a Llama-like model must return for B rows of T tokens, from the configuration alone.
+
+    Names are those of `named_modules()`, such as "layers.3.attn.probs"; one entry for each place of every layer, the
+    embedding, the final norm and the LM head.
+    """
+    H, F, V, L = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.vocab_size,
+        config.num_hidden_layers,
+    )
+    N, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    # N * D is what the projections of q and o are about: not always H.
+    layer = {
+        "attn_norm": (B, T, H),
+        "attn.q_proj": (B, T, N * D),
+        "attn.k_proj": (B, T, K * D),
+        "attn.v_proj": (B, T, K * D),
+        "attn.q_rotated": (B, N, T, D),
+        "attn.k_rotated": (B, K, T, D),
+        "attn.scores": (B, N, T, T),
+        "attn.probs": (B, N, T, T),
+        "attn.heads": (B, N, T, D),
+        "attn.o_proj": (B, T, H),
+        "ffn_norm": (B, T, H),
+        "ffn.gate_proj": (B, T, F),
+        "ffn.up_proj": (B, T, F),
+        "ffn.gated": (B, T, F),
+        "ffn.down_proj": (B, T, H),
+    }
+    shapes = {"embed": (B, T, H)}
+    for i in range(L):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        shapes[f"layers.{i}"] = (B, T, H)
+    return shapes | {"norm": (B, T, H), "lm_head": (B, T, V)}
+
+
+# %% chapters/19_verify.ipynb #side-by-side
+def side_by_side(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Batch:
+    """Several token lists as one batch, padded at the right; padding has position -1."""
+    if not rows or not all(rows):
+        raise ValueError("a batch needs at least one row, and each row at least one token")
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
+    pos = torch.full_like(ids, -1)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        pos[i, : len(row)] = torch.arange(len(row))
+    return Batch(ids, pos)
+
+
+# %% chapters/19_verify.ipynb #record-engine
+PROBES = (
+    "q_rotated",
+    "k_rotated",
+    "scores",
+    "probs",
+    "heads",
+)  # identity modules inside attention (chapter 15)
+
+
+@contextmanager
+def _eager(model: Transformer) -> Iterator[None]:
+    """Attention step by step while we look: a fused kernel never forms scores and probabilities."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, Attention):
+                stack.enter_context(patch.object(module, "kernel", "eager"))
+        yield
+
+
+def _keep_output(
+    seen: dict[str, Tensor], name: str, module: nn.Module, args: Any, output: Any
+) -> None:
+    seen[name] = output[0] if isinstance(output, tuple) else output
+
+
+def _keep_input(seen: dict[str, Tensor], name: str, module: nn.Module, args: Any) -> None:
+    seen[name] = args[0]
+
+
+def record_engine(
+    model: Transformer, batch: Batch, names: Sequence[str]
+) -> tuple[dict[str, Tensor], Exception | None]:
+    """Outputs of the named modules in one forward pass of our model, and the error that ended it early, if one did.
+
+    A `Trace` (chapter 16) with hooks that only keep: no statistics are computed. Names that the model lacks are passed over.
+    """
+    weight, modules = model.embed.weight, dict(model.named_modules())
+    cache = CACHES["none"](model.config, len(batch.ids), weight.device, weight.dtype)
+    every = torch.arange(batch.ids.shape[1], device=weight.device).expand_as(batch.ids)
+    seen: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        stack.enter_context(_eager(model))
+        for name in names:
+            if name in modules:
+                hook = modules[name].register_forward_hook(partial(_keep_output, seen, name))
+                stack.callback(hook.remove)
+        try:
+            TorchRunner(model).logits(batch, cache, every)
+        except (
+            Exception
+        ) as stopped:  # a planted or real fault may end in a shape error: report how far it came
+            return seen, stopped
+    return seen, None
 
 
 # %% chapters/19_verify.ipynb #relative-difference
@@ -166,58 +275,6 @@ class Report:
     __str__ = table
 
 
-# %% chapters/19_verify.ipynb #side-by-side
-def side_by_side(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Batch:
-    """Several token lists as one batch, padded at the right; padding has position -1."""
-    if not rows or not all(rows):
-        raise ValueError("a batch needs at least one row, and each row at least one token")
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
-    pos = torch.full_like(ids, -1)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-        pos[i, : len(row)] = torch.arange(len(row))
-    return Batch(ids, pos)
-
-
-# %% chapters/19_verify.ipynb #record-engine
-PROBES = (
-    "q_rotated",
-    "k_rotated",
-    "scores",
-    "probs",
-    "heads",
-)  # identity modules inside attention (chapter 15)
-
-
-@contextmanager
-def _eager(model: Transformer) -> Iterator[None]:
-    """Attention step by step while we look: a fused kernel never forms scores and probabilities."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, Attention):
-                stack.enter_context(patch.object(module, "kernel", "eager"))
-        yield
-
-
-def record_engine(
-    model: Transformer, batch: Batch, names: Sequence[str]
-) -> tuple[dict[str, Tensor], Exception | None]:
-    """Outputs of the named modules in one forward pass of our model, and the error that ended it early, if one did."""
-    weight = model.embed.weight
-    cache = CACHES["none"](model.config, len(batch.ids), weight.device, weight.dtype)
-    every = torch.arange(batch.ids.shape[1], device=weight.device).expand_as(batch.ids)
-    there = {name for name, _ in model.named_modules()}
-    error = None
-    with Trace(model, keep=[name for name in names if name in there]) as trace, _eager(model):
-        try:
-            TorchRunner(model).logits(batch, cache, every)
-        except (
-            Exception
-        ) as stopped:  # a planted or real fault may end in a shape error: report how far it came
-            error = stopped
-    return dict(trace.tensors), error
-
-
 # %% chapters/19_verify.ipynb #record-reference
 REFERENCE_NAMES = Registry(
     "model type to compare"
@@ -292,19 +349,6 @@ def record_reference(
                 seen[f"layers.{module.layer_idx}.attn.{probe}"] = tensor
         return out, probs
 
-    def keep(name: str, module: nn.Module, source: str) -> Any:
-        def after(module, args, output):
-            seen[name] = output[0] if isinstance(output, tuple) else output
-
-        def before(module, args):
-            seen[name] = args[0]
-
-        return (
-            module.register_forward_pre_hook(before)
-            if source == "<"
-            else module.register_forward_hook(after)
-        )
-
     config, hooks = reference.config, []
     before = config._attn_implementation
     AttentionInterface.register("llm_engine_probe", attend)
@@ -317,8 +361,12 @@ def record_reference(
             path, _, source = theirs.partition(" ")
             if inside or ours.count(".") < 2:
                 for i in range(config.num_hidden_layers if "{i}" in ours else 1):
-                    module = reference.get_submodule(path.format(i=i))
-                    hooks.append(keep(ours.format(i=i), module, source))
+                    name, module = ours.format(i=i), reference.get_submodule(path.format(i=i))
+                    if source == "<":
+                        hook = module.register_forward_pre_hook(partial(_keep_input, seen, name))
+                    else:
+                        hook = module.register_forward_hook(partial(_keep_output, seen, name))
+                    hooks.append(hook)
         reference(input_ids=torch.tensor([list(ids)], device=reference.device), use_cache=False)
     finally:
         for hook in hooks:
@@ -368,6 +416,12 @@ HINTS = {
 }
 
 
+def _one_line(error: Exception) -> str:
+    """An error for a cell of a table."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 200 else text[:199] + '…'}"
+
+
 def _real(name: str, x: Tensor, row: int, length: int) -> Tensor:
     """One row of our batch without its padding, shaped as if it had been alone."""
     part = name.rsplit(".", 1)[-1]
@@ -398,7 +452,7 @@ def _check(
 
 def compare_models(
     model: Transformer,
-    reference: nn.Module,
+    reference: nn.Module | list[dict[str, Tensor]],
     rows: Sequence[Sequence[int]],
     *,
     inside: bool = True,
@@ -408,23 +462,20 @@ def compare_models(
 
     Our model takes the rows as one padded batch, the reference one by one: so padding and neighbors are tested as well.
     Give at least two rows: mistakes with the batch axis can't show in a batch of one. `tolerance` is on the relative
-    difference; default by dtype (`TOLERANCES`).
+    difference; default by dtype (`TOLERANCES`). `reference` may also be what `record_reference` gave for each row, for
+    comparing one recording with several models.
     """
     batch = side_by_side(rows, model.embed.weight.device)
     tolerance = TOLERANCES[model.embed.weight.dtype] if tolerance is None else tolerance
-    expected = [record_reference(reference, row, inside=inside) for row in rows]
+    expected = reference
+    if isinstance(reference, nn.Module):
+        expected = [record_reference(reference, row, inside=inside) for row in rows]
     found, error = record_engine(model, batch, list(expected[0]))
     lengths, checks = [len(row) for row in rows], []
     for name in expected[0]:
         if name not in found:
-            note = (
-                f"not reached: {type(error).__name__}: {error}"
-                if error
-                else "our model has no such module"
-            )
-            checks.append(
-                Check(name, False, None, float("inf"), float("inf"), " ".join(note.split())[:200])
-            )
+            note = f"not reached: {_one_line(error)}" if error else "our model has no such module"
+            checks.append(Check(name, False, None, float("inf"), float("inf"), note))
             break
         checks.append(
             _check(name, found[name], [row[name] for row in expected], lengths, tolerance)
@@ -452,47 +503,6 @@ def compare(
     tokenizer = Tokenizer.from_folder(folder) if any(isinstance(p, str) for p in prompts) else None
     rows = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
     return compare_models(model, reference, rows, inside=inside, tolerance=tolerance)
-
-
-# %% chapters/19_verify.ipynb #tiny-model
-def tiny_model(folder: str | Path, *, seed: int = 0, **config: Any) -> Path:
-    """Save a tiny Llama with random weights as transformers saves one (no tokenizer); returns the folder.
-
-    Nothing is left where a mistake could hide: norm weights are not 1, biases not 0, and queries and keys are large
-    enough for attention to be decided (with the usual 0.02 it is nearly uniform, and a wrong mask or rotation hardly shows).
-    Any field of the config can be named, such as num_key_value_heads=1 or rope_parameters={...}.
-    """
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise VerifyError(NEED_TRANSFORMERS) from None
-    fields = {
-        "vocab_size": 99,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    }
-    reference = LlamaForCausalLM(LlamaConfig(**{**fields, **config}))
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in reference.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        if name.endswith("norm.weight"):
-            noise = 1 + 0.3 * noise
-        elif name.endswith("bias"):
-            noise = 0.3 * noise
-        else:
-            noise = (
-                noise
-                * ((1.5 if "q_proj" in name or "k_proj" in name else 1) / weight.shape[-1]) ** 0.5
-            )
-        weight.data.copy_(noise)
-    reference.save_pretrained(folder)
-    return Path(folder)
 
 
 # %% chapters/19_verify.ipynb #faults
@@ -610,63 +620,45 @@ def no_residual(block: nn.Module) -> Any:
     return patch.object(block, "forward", forward)
 
 
-# %% chapters/19_verify.ipynb #expected-shapes
-def expected_shapes(config: ModelConfig, B: int, T: int) -> dict[str, tuple[int, ...]]:
-    """What each module of a Llama-like model must return for B rows of T tokens, from the configuration alone.
+# %% chapters/19_verify.ipynb #tiny-model
+def tiny_model(folder: str | Path, *, seed: int = 0, **config: Any) -> Path:
+    """Save a tiny Llama with random weights as transformers saves one (no tokenizer); returns the folder.
 
-    Names are those of `named_modules()`, such as "layers.3.attn.probs"; one entry for each place of every layer, the
-    embedding, the final norm and the LM head.
+    Nothing is left where a mistake could hide: norm weights are not 1, biases not 0, and queries and keys are large
+    enough for attention to be decided (with the usual 0.02 it is nearly uniform, and a wrong mask or rotation hardly shows).
+    Any field of the config can be named, such as num_key_value_heads=1 or rope_parameters={...}.
     """
-    H, F, V, L = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.vocab_size,
-        config.num_hidden_layers,
-    )
-    N, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    # N * D is what the projections of q and o are about: not always H.
-    layer = {
-        "attn_norm": (B, T, H),
-        "attn.q_proj": (B, T, N * D),
-        "attn.k_proj": (B, T, K * D),
-        "attn.v_proj": (B, T, K * D),
-        "attn.q_rotated": (B, N, T, D),
-        "attn.k_rotated": (B, K, T, D),
-        "attn.scores": (B, N, T, T),
-        "attn.probs": (B, N, T, T),
-        "attn.heads": (B, N, T, D),
-        "attn.o_proj": (B, T, H),
-        "ffn_norm": (B, T, H),
-        "ffn.gate_proj": (B, T, F),
-        "ffn.up_proj": (B, T, F),
-        "ffn.gated": (B, T, F),
-        "ffn.down_proj": (B, T, H),
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise VerifyError(NEED_TRANSFORMERS) from None
+    fields = {
+        "vocab_size": 99,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
     }
-    shapes = {"embed": (B, T, H)}
-    for i in range(L):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-        shapes[f"layers.{i}"] = (B, T, H)
-    return shapes | {"norm": (B, T, H), "lm_head": (B, T, V)}
-
-
-# %% chapters/19_verify.ipynb #known-answers
-@dataclass(frozen=True)
-class KnownAnswer:
-    """What a model is known to say, greedily and in float32."""
-
-    prompt: str
-    text: str  # what the answer begins with
-    logits: Mapping[int, float]  # the likeliest next tokens and their logits, to 0.01
-
-
-KNOWN_ANSWERS = {
-    "smollm2-135m": KnownAnswer(
-        "The capital of France is",
-        " Paris.",
-        {7042: 0.0},
-    )
-}
-SENTENCE = "The sun rises in the east and sets in the west, and water boils when it is hot enough."
+    reference = LlamaForCausalLM(LlamaConfig(**{**fields, **config}))
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in reference.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            noise = 1 + 0.3 * noise
+        elif name.endswith("bias"):
+            noise = 0.3 * noise
+        else:
+            noise = (
+                noise
+                * ((1.5 if "q_proj" in name or "k_proj" in name else 1) / weight.shape[-1]) ** 0.5
+            )
+        weight.data.copy_(noise)
+    reference.save_pretrained(folder)
+    return Path(folder)
 
 
 # %% chapters/19_verify.ipynb #invariants
@@ -699,6 +691,26 @@ def bits_per_token(engine: Engine, ids: Sequence[int]) -> float:
     return float(F.cross_entropy(logits, torch.tensor(ids[1:], device=logits.device)) / math.log(2))
 
 
+# %% chapters/19_verify.ipynb #known-answers
+@dataclass(frozen=True)
+class KnownAnswer:
+    """What a model is known to say, greedily and in float32."""
+
+    prompt: str
+    text: str  # what the answer begins with
+    logits: Mapping[int, float]  # the likeliest next tokens and their logits, to 0.01
+
+
+KNOWN_ANSWERS = {
+    "smollm2-135m": KnownAnswer(
+        "The capital of France is",
+        " Paris.",
+        {7042: 17.37, 260: 14.89, 4528: 13.24, 2250: 13.01, 1315: 12.95},
+    )
+}
+SENTENCE = "The sun rises in the east and sets in the west, and water boils when it is hot enough."
+
+
 # %% chapters/19_verify.ipynb #self-test
 TEST_PROMPTS = (
     "The capital of France is",
@@ -723,7 +735,7 @@ def shape_checks(engine: Engine, rows: Sequence[Sequence[int]]) -> list[Check]:
         if name in found and tuple(found[name].shape) != shape
     ]
     if error is not None:
-        wrong.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        wrong.append(_one_line(error))
     note = "; ".join(wrong[:2]) or f"{len(found)} modules, as config.json implies"
     return [*checks, Check("shapes of a forward pass", not wrong and bool(found), note=note)]
 
@@ -832,6 +844,36 @@ def _same_text(engine: Engine, ids: list[int], ours: Sequence[int], reference: n
     return Check(name, len(mine) == len(theirs), note=f"{len(mine)} tokens, there {len(theirs)}")
 
 
+def examine(
+    engine: Engine,
+    *,
+    known: KnownAnswer | None = None,
+    reference: nn.Module | None = None,
+    trained: bool = True,
+    title: str = "shapes, logits, text",
+) -> Report:
+    """The three tests on an engine that is loaded. What happens inside is looked at with the torch runner; the text
+    comes from the engine as it is, with its own cache and runner."""
+    rows = [engine.encode(prompt) for prompt in TEST_PROMPTS]
+    tests = {
+        "shapes": lambda: shape_checks(engine, rows),
+        "logits": lambda: logit_checks(engine, rows, reference),
+        "text": lambda: text_checks(engine, known, reference, trained),
+    }
+    checks = []
+    for name, test in tests.items():
+        try:
+            done = test()
+        except (
+            ValueError,
+            RuntimeError,
+            TypeError,
+        ) as error:  # a broken model may fail anywhere: that is a finding
+            done = [Check("runs to its end", False, note=_one_line(error))]
+        checks += [replace(check, test=name) for check in done]
+    return Report(title, tuple(checks))
+
+
 def self_test(
     name_or_folder: str | Path = DEFAULT_MODEL,
     *,
@@ -844,10 +886,9 @@ def self_test(
 
     Without transformers, or with `reference=False`, the logits are held against what must be true of any model, and of
     the default model against stored numbers. `trained=False` lets a model of random weights pass. `cache` and `runner`
-    are used for the text; what happens inside is always looked at with the plain torch runner.
+    are used for the text. Raises `HubError` if there is no such model; a model that doesn't load is a failed check.
     """
     folder = resolve(name_or_folder)
-    known = _known_answer(name_or_folder, folder)
     title = f"{name_or_folder}: shapes, logits, text"
     try:
         engine = Engine.from_pretrained(
@@ -855,36 +896,25 @@ def self_test(
         )
     except (ValueError, OSError, RuntimeError) as error:
         return Report(
-            title,
-            (Check("the folder loads", False, note=" ".join(str(error).split()), test="shapes"),),
+            title, (Check("the folder loads", False, note=_one_line(error), test="shapes"),)
         )
-    theirs, missing = None, []
+    theirs, skipped = None, ()
     if reference:
         try:
             theirs = load_reference(folder)
         except VerifyError as error:
-            missing = [Check("compared with transformers", True, note=f"skipped: {error}")]
-    rows = [engine.encode(prompt) for prompt in TEST_PROMPTS]
-    tests = {
-        "shapes": lambda: shape_checks(engine, rows),
-        "logits": lambda: missing + logit_checks(engine, rows, theirs),
-        "text": lambda: text_checks(engine, known, theirs, trained),
-    }
-    checks = []
-    for name, test in tests.items():
-        try:
-            done = test()
-        except (
-            ValueError,
-            RuntimeError,
-        ) as error:  # a broken model may fail anywhere: that is a finding
-            done = [
+            skipped = (
                 Check(
-                    "runs", False, note=" ".join(f"{type(error).__name__}: {error}".split())[:300]
-                )
-            ]
-        checks += [replace(check, test=name) for check in done]
-    return Report(title, tuple(checks))
+                    "compared with transformers",
+                    True,
+                    note=f"skipped: {_one_line(error)}",
+                    test="logits",
+                ),
+            )
+    known = _known_answer(name_or_folder, folder)
+    report = examine(engine, known=known, reference=theirs, trained=trained, title=title)
+    shapes = [row for row in report.rows if row.test == "shapes"]
+    return replace(report, rows=(*shapes, *skipped, *report.rows[len(shapes) :]))
 
 
 def _known_answer(name_or_folder: str | Path, folder: Path) -> KnownAnswer | None:
