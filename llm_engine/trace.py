@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
-from jaxtyping import Shaped
 from torch import Tensor, nn
 
 
@@ -114,32 +114,26 @@ def _named_tensors(name: str, value) -> Iterator[tuple[str, Tensor]]:
 
 
 def _count_nonfinite(tensors: Iterable[Tensor]) -> int:
-    counts = [
-        (~torch.isfinite(t)).sum()
-        for t in tensors
-        if t.is_floating_point() and t.device.type != "meta"
-    ]
-    return int(sum(count.item() for count in counts))
+    return sum(
+        _statistics(tensor)[3]
+        for tensor in tensors
+        if tensor.is_floating_point() and tensor.numel()
+    )
 
 
-def _statistics(tensor: Shaped[Tensor, "*shape"]) -> tuple[float, float, float, int]:
-    """min, max and mean of the finite values, and how many are not finite. One transfer from the tensor's device."""
+def _statistics(tensor: Tensor) -> tuple[float, float, float, int]:
+    """min, max and mean of the finite values, and how many are not finite."""
     if tensor.numel() == 0 or tensor.is_meta:
         return math.nan, math.nan, math.nan, 0
     values = tensor if tensor.dtype == torch.float64 else tensor.float()  # never sums in 16 bits
-    finite = torch.isfinite(values)
-    count = finite.sum()
-    safe = values.masked_fill(~finite, 0)
-    low = values.masked_fill(~finite, math.inf).min()
-    high = values.masked_fill(~finite, -math.inf).max()
-    mean = safe.sum() / count  # 0/0 = NaN where nothing is finite
-    found = torch.stack([low, high, mean, (values.numel() - count).to(values.dtype)]).tolist()
-    low, high, mean, bad = found
-    return (
-        (low, high, mean, int(bad))
-        if bad < values.numel()
-        else (math.nan, math.nan, math.nan, int(bad))
-    )
+    found = torch.stack(
+        [*torch.aminmax(values), values.mean()]
+    ).tolist()  # one transfer from the device
+    if math.isfinite(found[0]) and math.isfinite(found[1]):  # aminmax lets no NaN and no inf by
+        return *found, 0
+    finite = values[torch.isfinite(values)]
+    bad = values.numel() - finite.numel()
+    return *(_statistics(finite)[:3]), bad
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #trace-call
@@ -213,24 +207,23 @@ class Trace:
 
     def _watch(self, name: str, module: nn.Module) -> None:
         kept = any(fnmatchcase(name, pattern) for pattern in self.keep)
-
-        def begin(module, args, kwargs):
-            inputs = [tensor for _, tensor in _named_tensors("", (args, kwargs))]
-            parent = self._open[-1] if self._open else None
-            if parent is None:
-                self._new_step(name)
-            self._open.append(_Call(name, module, _count_nonfinite(inputs), parent))
-
-        def end(module, args, kwargs, output):
-            call = self._open.pop()
-            outputs = dict(_named_tensors(name, output))
-            for label, tensor in outputs.items():
-                self._record(call, label, module, tensor.detach(), kept)
-            if output is None:  # the module raised; what was seen until then stays
-                self._add(call, TraceRow(**self._common(call, name), note="raised"))
-
+        begin, end = partial(self._begin, name), partial(self._end, kept)
         self._handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
         self._handles.append(module.register_forward_hook(end, with_kwargs=True, always_call=True))
+
+    def _begin(self, name: str, module: nn.Module, args, kwargs) -> None:
+        parent = self._open[-1] if self._open else None
+        if parent is None:
+            self._new_step(name)
+        inputs = [tensor for _, tensor in _named_tensors("", (args, kwargs))]
+        self._open.append(_Call(name, module, _count_nonfinite(inputs), parent))
+
+    def _end(self, kept: bool, module: nn.Module, args, kwargs, output) -> None:
+        call = self._open.pop()
+        for name, tensor in _named_tensors(call.name, output):
+            self._record(call, name, module, tensor.detach(), kept)
+        if output is None:  # the module raised; what was seen until then stays
+            self._add(call, TraceRow(**self._common(call, call.name), note="raised"))
 
     def _new_step(self, name: str) -> None:
         """The same module called again from outside the model: the next forward pass has begun."""
@@ -252,12 +245,7 @@ class Trace:
         }
 
     def _record(
-        self,
-        call: _Call,
-        name: str,
-        module: nn.Module,
-        tensor: Shaped[Tensor, "*shape"],
-        kept: bool,
+        self, call: _Call, name: str, module: nn.Module, tensor: Tensor, kept: bool
     ) -> None:
         low, high, mean, bad = _statistics(tensor)
         row = TraceRow(

@@ -55,6 +55,10 @@ class Block(nn.Module):
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #transformer
+ARCHITECTURES = Registry("architecture")  # model_type -> (config) -> Transformer
+
+
+@ARCHITECTURES.register("llama", default=True)
 class Transformer(nn.Module):
     """Embedding, L blocks, final norm: ids in, one vector of H numbers per position out.
 
@@ -101,8 +105,50 @@ class Transformer(nn.Module):
         return self
 
 
-ARCHITECTURES = Registry("architecture")  # model_type -> (config) -> Transformer
-ARCHITECTURES.register("llama")(Transformer)
+# %% chapters/16_ffn_and_transformer.ipynb #load-model
+def load_model(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """The model of a Hugging Face folder, ready for inference: weights in `dtype` on `device`, no gradients.
+
+    Built on the meta device first, as shapes without memory, then filled tensor by tensor: there are never two copies.
+    Raises `ConfigError` or `ValueError` for a configuration that this engine does not know, and `WeightsError` for
+    weights that do not fit it.
+    """
+    config = load_config(folder)
+    with torch.device("meta"):
+        model = ARCHITECTURES[config.model_type](config)
+    load_weights(model, open_checkpoint(folder), dtype=dtype, device=device)
+    return model.eval().requires_grad_(False)
+
+
+# %% chapters/16_ffn_and_transformer.ipynb #check-rows
+def check_rows(batch: Batch, rows: Int[Tensor, "B R"]) -> None:
+    """Raise `ValueError`, naming the part, if ids [B, T], pos [B, T], tree [B, T, T] and rows [B, R] do not agree."""
+    ids, pos, tree = batch
+    if ids.ndim != 2 or ids.numel() == 0:
+        raise ValueError(f"batch.ids must be [B, T] with at least one token, not {list(ids.shape)}")
+    if pos.shape != ids.shape:
+        raise ValueError(
+            f"batch.pos {list(pos.shape)} must have the shape of batch.ids {list(ids.shape)}: "
+            "one position for each token, -1 for padding"
+        )
+    if tree is not None and tree.shape != (*ids.shape, ids.shape[1]):
+        raise ValueError(
+            f"batch.tree {list(tree.shape)} must be [B, T, T] = {[*ids.shape, ids.shape[1]]}"
+        )
+    if rows.ndim != 2 or len(rows) != len(ids):
+        raise ValueError(
+            f"rows {list(rows.shape)} must be [B, R] with B = {len(ids)}, as batch.ids {list(ids.shape)} has it"
+        )
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < ids.shape[1]:
+        raise ValueError(
+            f"rows must lie in 0..{ids.shape[1] - 1} (T = {ids.shape[1]} new tokens), "
+            f"not {int(rows.min())}..{int(rows.max())}. The last row is T - 1, not -1"
+        )
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #runner
@@ -146,52 +192,6 @@ class TorchRunner:
         hidden = self.model(batch, cache)
         picked = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         return self.model.lm_head(picked)
-
-
-# %% chapters/16_ffn_and_transformer.ipynb #check-rows
-def check_rows(batch: Batch, rows: Int[Tensor, "B R"]) -> None:
-    """Raise `ValueError`, naming the part, if ids [B, T], pos [B, T], tree [B, T, T] and rows [B, R] do not agree."""
-    ids, pos, tree = batch
-    if ids.ndim != 2 or ids.numel() == 0:
-        raise ValueError(f"batch.ids must be [B, T] with at least one token, not {list(ids.shape)}")
-    if pos.shape != ids.shape:
-        raise ValueError(
-            f"batch.pos {list(pos.shape)} must have the shape of batch.ids {list(ids.shape)}: "
-            "one position for each token, -1 for padding"
-        )
-    if tree is not None and tree.shape != (*ids.shape, ids.shape[1]):
-        raise ValueError(
-            f"batch.tree {list(tree.shape)} must be [B, T, T] = {[*ids.shape, ids.shape[1]]}"
-        )
-    if rows.ndim != 2 or len(rows) != len(ids):
-        raise ValueError(
-            f"rows {list(rows.shape)} must be [B, R] with B = {len(ids)}, as batch.ids {list(ids.shape)} has it"
-        )
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < ids.shape[1]:
-        raise ValueError(
-            f"rows must lie in 0..{ids.shape[1] - 1} (T = {ids.shape[1]} new tokens), "
-            f"not {int(rows.min())}..{int(rows.max())}. The last row is T - 1, not -1"
-        )
-
-
-# %% chapters/16_ffn_and_transformer.ipynb #load-model
-def load_model(
-    folder: str | Path,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Transformer:
-    """The model of a Hugging Face folder, ready for inference: weights in `dtype` on `device`, no gradients.
-
-    Built on the meta device first, as shapes without memory, then filled tensor by tensor: there are never two copies.
-    Raises `ConfigError` or `ValueError` for a configuration that this engine does not know, and `WeightsError` for
-    weights that do not fit it.
-    """
-    config = load_config(folder)
-    with torch.device("meta"):
-        model = ARCHITECTURES[config.model_type](config)
-    load_weights(model, open_checkpoint(folder), dtype=dtype, device=device)
-    return model.eval().requires_grad_(False)
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #count
