@@ -273,6 +273,17 @@ def check_number(name: str, value: Any, whole: bool, lowest: Real, highest: Real
     raise SamplingError(f"{name} must be {kind} {bounds}, not {value!r}")
 
 
+# %% chapters/17_sampler.ipynb #sequence-helper
+def _sequence(name: str, value: Any, of: str, fits: Callable[[Any], Any]) -> tuple:
+    """`value` as a tuple, or `SamplingError` naming the parameter and the entry that does not fit."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise SamplingError(f"{name} must be a list or tuple of {of}, not {value!r}")
+    for entry in value:
+        if not fits(entry):
+            raise SamplingError(f"{name} must hold {of}, not {entry!r}")
+    return tuple(value)
+
+
 # %% chapters/17_sampler.ipynb #sampling-params
 @no_type_check  # the values are checked below, in better words
 @dataclass(frozen=True)
@@ -342,17 +353,6 @@ class SamplingParams:
                 "processors", self.processors, "functions (logits, context) -> logits", callable
             ),
         )
-
-
-# %% chapters/17_sampler.ipynb #sequence-helper
-def _sequence(name: str, value: Any, of: str, fits: Callable[[Any], Any]) -> tuple:
-    """`value` as a tuple, or `SamplingError` naming the parameter and the entry that does not fit."""
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise SamplingError(f"{name} must be a list or tuple of {of}, not {value!r}")
-    for entry in value:
-        if not fits(entry):
-            raise SamplingError(f"{name} must hold {of}, not {entry!r}")
-    return tuple(value)
 
 
 # %% chapters/17_sampler.ipynb #check-logits
@@ -498,6 +498,10 @@ class Sampler:
         self, logits: Float[Tensor, "V"], context: SamplingContext = SamplingContext()
     ) -> Sample:
         """Choose one token. Raises `LogitsError` for unusable logits, `SamplingError` for a misbehaving processor."""
+        if logits.ndim != 1:
+            raise SamplingError(
+                f"expected the logits of one position, [V], not {list(logits.shape)}: take the last row"
+            )
         distribution = self.distribution(logits, context)
         token = int(draw(distribution, self.generator))
         logprob = top = None

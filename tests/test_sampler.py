@@ -149,10 +149,6 @@ def test_other_parameters_are_checked_too(name, value, message):
         SamplingParams(**{name: value})
 
 
-@row(11)
-@row(1)
-@row(1, 16)
-@row(1, 2)
 def test_one_stop_text_needs_no_list_and_lists_are_copied():
     bias, stops = {3: 1}, ["b"]
     params = SamplingParams(stop="end", logit_bias=bias)
@@ -162,6 +158,9 @@ def test_one_stop_text_needs_no_list_and_lists_are_copied():
     params = SamplingParams(stop=stops)
     stops.append("c")
     assert params.stop == ("b",)
+
+
+@row(1, 2)
 def test_the_chain_has_the_documented_order_and_only_what_is_on():
     mine = lambda logits, context: logits  # noqa: E731
     everything = SamplingParams(
@@ -193,11 +192,17 @@ def test_the_chain_has_the_documented_order_and_only_what_is_on():
     assert build_processors(cold) == [*start, Greedy()]
     assert build_processors(SamplingParams()) == [Greedy()]
     assert build_processors(SamplingParams(temperature=1)) == []
+
+
+@row(1, 16)
 def test_bias_comes_before_the_penalties():
     """A token of the prompt at logit 0, bias 3, penalty 1.5: (0 + 3) / 1.5 = 2, not 0 / 1.5 + 3."""
     sampler = Sampler(SamplingParams(temperature=1, logit_bias={0: 3}, repetition_penalty=1.5))
     scores = sampler.scores(torch.zeros(2), SamplingContext([0]))
     torch.testing.assert_close(scores, torch.tensor([2.0, 0.0]))
+
+
+@row(1)
 def test_penalties_come_before_the_users_processors_and_these_before_temperature():
     seen = []
     params = SamplingParams(
@@ -207,6 +212,9 @@ def test_penalties_come_before_the_users_processors_and_these_before_temperature
     )
     Sampler(params).scores(torch.tensor([4.0, 2.0]), SamplingContext([], [0]))
     assert seen == [[3.0, 2.0]]
+
+
+@row(11)
 def test_min_p_looks_at_the_distribution_after_temperature():
     """0.6 and 0.3: at temperature 1 the second is half as likely as the first, at 0.5 a quarter."""
     logits = logits_of(0.6, 0.3, 0.1)
@@ -228,11 +236,13 @@ def test_temperature_0_is_the_argmax_whatever_the_rest_says(values, top_k, top_p
     assert torch.equal(got, expected)
 
 
-@row(2)
 def test_temperature_0_with_top_p_1_always_draws_the_argmax():
     """litgpt#2238, as reported: the third token is the best, and only it may come out."""
     logits = torch.tensor([0.5, -1.2, 3.1, 0.8, -0.3, 2.7, -0.9, 1.4])
     assert tokens(20, logits, temperature=0.0, top_p=1.0) == [2] * 20
+
+
+@row(2)
 def test_temperature_0_follows_bias_penalties_and_processors():
     logits = torch.tensor([5.0, 4.0, 3.0, 2.0])
     context = SamplingContext([0], [1])
@@ -240,12 +250,14 @@ def test_temperature_0_follows_bias_penalties_and_processors():
     def best(**params):
         return Sampler(SamplingParams(**params))(logits, context).token_id
 
-@row(3)
     assert best() == 0
     assert best(logit_bias={3: 10}) == 3
     assert best(repetition_penalty=2) == 2
     assert best(presence_penalty=1.5, logit_bias={0: -INF}) == 2
     assert best(processors=(lambda logits, context: -logits,)) == 3
+
+
+@row(3)
 def test_equally_good_tokens_at_temperature_0_give_the_lowest_id():
     logits = torch.zeros(50_000)
     logits[[40_000, 7, 123]] = 1.0
@@ -296,15 +308,19 @@ def test_towards_temperature_0_the_distribution_becomes_greedy(values):
 # ---------------------------------------------------------------- top-k, top-p, min-p
 
 
-@row(6)
-@row(5)
 def test_top_k_keeps_the_k_best():
     assert support(TopK(2)(torch.tensor([1.0, 3.0, 2.0, 0.0]), NOTHING)) == {1, 2}
+
+
+@row(5)
 def test_top_k_over_the_vocabulary_is_all_of_it():
     """sendnn-inference#542: a request with top_k of 9999999 took the server down."""
     logits = torch.randn(10, generator=torch.Generator().manual_seed(0))
     for top_k in (0, 10, 11, 9_999_999):
         torch.testing.assert_close(distribution(logits, top_k=top_k), logits.softmax(-1))
+
+
+@row(6)
 def test_top_k_keeps_what_ties_with_the_kth():
     assert support(TopK(2)(torch.tensor([1.0, 2.0, 1.0, 0.0]), NOTHING)) == {0, 1, 2}
 
@@ -319,9 +335,6 @@ def test_top_k_never_brings_back_a_banned_token():
     assert support(TopK(3)(logits, NOTHING)) == {0, 3}
 
 
-@row(10)
-@row(9)
-@row(8, 12)
 @row(7)
 @pytest.mark.parametrize(
     ("p", "kept"),
@@ -330,10 +343,16 @@ def test_top_k_never_brings_back_a_banned_token():
 def test_top_p_keeps_the_token_that_crosses_p(p, kept):
     """Best first, the sums are 0.5, 0.8, 0.95, 1: the one that reaches p is in, the next is out."""
     assert support(TopP(p)(logits_of(0.15, 0.5, 0.05, 0.3), NOTHING)) == kept
+
+
+@row(8, 12)
 def test_top_p_0_keeps_just_min_tokens_to_keep():
     logits = logits_of(0.1, 0.5, 0.25, 0.15)
     for keep, expected in ((1, {1}), (2, {1, 2}), (3, {1, 2, 3}), (99, {0, 1, 2, 3})):
         assert support(distribution(logits, top_p=0, min_tokens_to_keep=keep).log()) == expected
+
+
+@row(9)
 def test_top_p_1_is_off_even_where_the_sum_never_reaches_1():
     """Rounded probabilities of a large vocabulary sum to less than 1: no cut may come of that."""
     flat = torch.zeros(49_152, dtype=torch.float16)
@@ -341,11 +360,13 @@ def test_top_p_1_is_off_even_where_the_sum_never_reaches_1():
     assert int((distribution(flat, top_p=1.0) > 0).sum()) == 49_152
     for p in (0.9999, 1.0):  # the processor itself, too, in the rounded type
         assert len(support(TopP(p)(flat, NOTHING))) == 49_152
+
+
+@row(10)
 def test_top_p_cuts_ties_from_the_highest_id():
     assert support(TopP(0.5)(torch.zeros(4), NOTHING)) == {0, 1}
 
 
-@row(12)
 @row(11)
 @pytest.mark.parametrize(
     ("p", "kept"), [(0, 4), (0.2, 4), (0.24, 3), (0.26, 2), (0.49, 2), (0.6, 1), (1, 1)]
@@ -354,6 +375,9 @@ def test_min_p_compares_with_the_best(p, kept):
     """0.4, 0.3, 0.2, 0.1 are 1, 0.75, 0.5 and 0.25 of the best; here 0.4, 0.2, 0.1 and 0.09."""
     ranked = logits_of(0.4, 0.2, 0.1, 0.09)
     assert support(MinP(p)(ranked, NOTHING)) == set(range(kept))
+
+
+@row(12)
 def test_min_tokens_to_keep_holds_for_each_cut():
     logits = logits_of(0.05, 0.9, 0.03, 0.02)
     for cut in (TopK(1, 3), TopP(0.1, 3), MinP(1, 3)):
@@ -448,16 +472,16 @@ def test_each_row_comes_out_as_it_does_alone(seed, params):
     torch.testing.assert_close(together.reshape(-1, 30), alone)
 
 
-@row(14)
 # ---------------------------------------------------------------- penalties and bias
+
+
+@row(14)
 def test_repetition_penalty_on_a_negative_logit():
     """transformers#2302: dividing a negative logit by the penalty made the repeated token likelier."""
     got = RepetitionPenalty(1.5)(torch.tensor([-2.0, 1.0, 5.0]), SamplingContext([0], [1]))
     torch.testing.assert_close(got, torch.tensor([-3.0, 1 / 1.5, 5.0]))
 
 
-@row(15)
-@row(14)
 @given(logit_lists, st.floats(1, 10), st.data())
 def test_a_penalty_above_1_never_helps_and_below_1_never_hurts(values, penalty, data):
     ids = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=5))
@@ -466,10 +490,16 @@ def test_a_penalty_above_1_never_helps_and_below_1_never_hurts(values, penalty, 
     assert (RepetitionPenalty(1 / penalty)(logits, context) >= logits).all()
     untouched = [i for i in range(len(values)) if i not in ids]
     assert torch.equal(RepetitionPenalty(penalty)(logits, context)[untouched], logits[untouched])
+
+
+@row(14)
 def test_repetition_penalty_counts_prompt_and_output_once():
     logits = torch.full((4,), 3.0)
     got = RepetitionPenalty(1.5)(logits, SamplingContext([0, 0], [1, 1, 1, 0]))
     torch.testing.assert_close(got, torch.tensor([2.0, 2.0, 3.0, 3.0]))
+
+
+@row(15)
 def test_presence_and_frequency_ignore_the_prompt():
     """vmlx-swift#295: both were counted over the prompt, so words of the question were shunned from the start."""
     logits = torch.zeros(4)
@@ -507,10 +537,12 @@ def test_context_ids_outside_the_vocabulary_are_named(context):
 
 
 @row(16)
-@row(16)
 def test_logit_bias_adds_and_bans():
     got = LogitBias({0: 2, 2: -INF})(torch.zeros(2, 3), NOTHING)
     assert got.tolist() == [[2.0, 0.0, -INF], [2.0, 0.0, -INF]]
+
+
+@row(16)
 def test_logit_bias_outside_the_vocabulary_is_refused():
     params = SamplingParams(logit_bias={2: 1, 7: 1, 100: 1})
     message = re.escape("logit_bias names token ids [7, 100], but the vocabulary is 0 to 6")
@@ -558,6 +590,13 @@ def test_logits_are_refused_exactly_when_no_distribution_exists(values):
     else:
         with pytest.raises(LogitsError):
             check_logits(logits, "the model")
+
+
+def test_the_logits_of_all_positions_are_refused():
+    """The classic mistake of handing over every position's row: refused with the shape checks off, too."""
+    unchecked = Sampler.__call__.__wrapped__
+    with pytest.raises(SamplingError, match=r"\[V\], not \[5, 8\]: take the last row"):
+        unchecked(Sampler(SamplingParams()), torch.zeros(5, 8))
 
 
 # ---------------------------------------------------------------- the user's processors
@@ -670,9 +709,6 @@ def test_a_token_of_probability_0_is_never_drawn(weights, u):
 
 
 @row(21)
-@row(20)
-@row(20)
-@row(20)
 def test_a_sum_that_stays_below_1_does_not_matter():
     """A random number beyond the sum must not fall off the end, nor give an id that does not exist."""
     flat = torch.zeros(49_152, dtype=torch.float16).softmax(-1)
@@ -681,6 +717,9 @@ def test_a_sum_that_stays_below_1_does_not_matter():
     counts = draw(half.expand(2000, -1), torch.Generator().manual_seed(0)).bincount(minlength=1000)
     assert len(counts) == 1000 and int(counts.max()) < 20
     assert 800 < int(counts[500:].sum()) < 1200
+
+
+@row(20)
 def test_the_same_seed_gives_the_same_tokens_whatever_others_do():
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     alone = tokens(20, logits, temperature=1, seed=11)
@@ -693,6 +732,9 @@ def test_the_same_seed_gives_the_same_tokens_whatever_others_do():
         other(logits)
     assert mixed == alone
     assert tokens(20, logits, temperature=1, seed=12) != alone
+
+
+@row(20)
 def test_each_token_takes_one_random_number():
     """So the fifth token of a seed is the same draw whatever cut the first four had."""
     flat = torch.zeros(1000)
@@ -701,6 +743,9 @@ def test_each_token_takes_one_random_number():
         one(flat)
         two(torch.tensor([1.0, 2.0]))
     assert one(flat).token_id == two(flat).token_id
+
+
+@row(20)
 def test_without_a_seed_each_sampler_is_fresh():
     flat = torch.zeros(50_000)
     torch.manual_seed(0)
@@ -709,8 +754,10 @@ def test_without_a_seed_each_sampler_is_fresh():
     assert tokens(5, flat, temperature=1) != first
 
 
-@row(22)
 # ---------------------------------------------------------------- what a sample tells
+
+
+@row(22)
 def test_logprobs_are_the_models_own_and_hold_the_chosen_token():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     raw = logits.log_softmax(-1)
