@@ -737,12 +737,12 @@ def test_the_same_seed_gives_the_same_tokens_whatever_others_do():
 @row(20)
 def test_each_token_takes_one_random_number():
     """So the fifth token of a seed is the same draw whatever cut the first four had."""
-    flat = torch.zeros(1000)
-    one, two = (Sampler(SamplingParams(temperature=1, seed=5)) for _ in range(2))
-    for _ in range(4):
-        one(flat)
-        two(torch.tensor([1.0, 2.0]))
-    assert one(flat).token_id == two(flat).token_id
+    sampler = Sampler(SamplingParams(temperature=1, top_p=0.5, seed=5))
+    for logits in (torch.tensor([1.0, 2.0]), torch.zeros(1000), torch.zeros(3), torch.zeros(1)):
+        sampler(logits)
+    expected = torch.Generator().manual_seed(5)
+    torch.rand(4, generator=expected, dtype=torch.float64)
+    assert torch.equal(sampler.generator.get_state(), expected.get_state())
 
 
 @row(20)
