@@ -105,9 +105,7 @@ class _JsonBackend:
         self.library = library
         self.added = library.get_added_tokens_decoder()
         self.special = {token.content: id for id, token in self.added.items() if token.special}
-        self.size = max(
-            [library.get_vocab_size(with_added_tokens=True), *(id + 1 for id in self.added)]
-        )
+        self.size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         decoder = json.loads(library.decoder.__getstate__()) if library.decoder else {}
         steps = {step["type"]: step for step in decoder.get("decoders", [decoder]) if step}
         self.kind = "other"

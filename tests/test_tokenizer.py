@@ -378,7 +378,8 @@ def test_ids_that_are_no_tokens_raise(default, id):
 def test_holes_in_the_vocabulary_raise(tmp_path):
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
     tokenizer = Tokenizer.from_folder(write(tmp_path, library))
-    with pytest.raises(TokenizerError):
+    assert tokenizer.vocab_size == 6 and tokenizer.decode([5]) == "b"
+    with pytest.raises(TokenizerError, match="3 is not a token"):
         tokenizer.decode([3])
 
 
@@ -718,6 +719,16 @@ def test_a_template_cannot_complete_a_mark_that_a_message_began(byte_level):
         ids = tokenizer.apply_chat_template(conversation(content))
         assert not tokenizer.special_ids & set(ids), content
         assert tokenizer.decode(ids) == tokenizer.render_chat(conversation(content))
+
+
+def test_marks_that_overlap_in_a_message_are_all_text(tmp_path):
+    library = byte_level_library()
+    library.add_special_tokens(["<a|", "|b>"])
+    template = "{% for m in messages %}<a|{{ m['content'] }}|b>{% endfor %}"
+    tokenizer = Tokenizer.from_folder(write(tmp_path, library, chat_template=template))
+    ids = tokenizer.apply_chat_template(conversation("x<a|b>y"))
+    assert [id for id in ids if id in tokenizer.special_ids] == [ids[0], ids[-1]]
+    assert tokenizer.decode(ids[1:-1]) == "x<a|b>y"
 
 
 def test_strings_deep_inside_a_message_are_text_too(byte_level):
