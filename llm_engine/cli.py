@@ -54,12 +54,13 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         from importlib.metadata import version
 
         typer.echo(f"llm-engine {version('llm-engine')}")
         raise typer.Exit()
+    return wanted
 
 
 @app.callback()

@@ -261,7 +261,7 @@ PROMPTS = {
     "German, accents": "Über den Wolken muß die Freiheit wohl grenzenlos sein — déjà vu, naïve café",
     "spaces and lines": "   a\n\n\tb   c\n",
     "markup": '<p class="x">1 &lt; 2</p> {"key": [1, 2, null]} $\\frac{a}{b}$',
-    "long": LONG_TEXT * 8,
+    "long": LONG_TEXT * 7,
 }
 
 
