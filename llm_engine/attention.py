@@ -48,7 +48,10 @@ def single(ids: list[int], start: int = 0, device: torch.device | str = "cpu") -
 
 # %% chapters/15_attention.ipynb #cache
 class KV(NamedTuple):
-    """What one layer may look at, past and new: S slots in any order, each knowing its position."""
+    """What one layer may look at, past and new: S slots in any order, each knowing its position.
+
+    An empty slot may hold any finite numbers: they get a weight of 0, but 0 times NaN would still be NaN.
+    """
 
     k: Float[Tensor, "B K S D"]
     v: Float[Tensor, "B K S D"]

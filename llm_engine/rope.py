@@ -136,7 +136,10 @@ def yarn_frequencies(
     fewer are divided by `factor`. Paper: https://arxiv.org/abs/2309.00071
     """
     original = rope.original_max_position_embeddings or max_positions
-    factor = rope.factor if rope.factor is not None else max_positions / original
+    if rope.factor is None and rope.original_max_position_embeddings is not None:
+        factor = max_positions / original
+    else:
+        (factor,) = _required(rope, "factor")
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -218,7 +221,9 @@ class Rope(nn.Module):
     def forward(
         self, pos: Int[Tensor, "B T"], dtype: torch.dtype
     ) -> tuple[Float[Tensor, "B T half"], Float[Tensor, "B T half"]]:
-        frequencies = self.frequencies
+        frequencies = self.frequencies.to(
+            pos.device
+        )  # there already, unless built elsewhere than run
         if self.config.rope_type in LENGTH_DEPENDENT:
             frequencies, _ = ROPE_TYPES[self.config.rope_type](
                 self.config, self.rotary_dim, self.max_position_embeddings, pos.amax(1) + 1

@@ -204,10 +204,25 @@ def test_llama3_without_its_parameters(changes, message):
         Rope(dataclasses.replace(RopeConfig(**LLAMA3), **changes), D, MAX_POSITIONS)
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "dynamic"])
-def test_a_factor_is_needed(rope_type):
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn"])
+@pytest.mark.parametrize("factor", [None, 0.0, -2.0])
+def test_a_factor_is_needed(rope_type, factor):
     with pytest.raises(ValueError, match=f"'{rope_type}' needs a positive factor"):
-        Rope(RopeConfig(rope_type=rope_type, factor=-2.0), D, MAX_POSITIONS)
+        Rope(RopeConfig(rope_type=rope_type, factor=factor), D, MAX_POSITIONS)
+
+
+def test_yarn_without_a_factor_takes_the_ratio_of_the_contexts():
+    ours = Rope(RopeConfig("yarn", factor=None, original_max_position_embeddings=64), D, 256)
+    wanted = Rope(RopeConfig("yarn", factor=4.0, original_max_position_embeddings=64), D, 256)
+    assert torch.equal(ours.frequencies, wanted.frequencies)
+    assert ours.attention_factor == wanted.attention_factor
+
+
+def test_angles_are_computed_where_the_positions_are():
+    """A model built inside `with torch.device(...)` gets its weights there, but frequencies are made on the CPU."""
+    rope, _ = both(VARIANTS["dynamic"])
+    cos, _ = rope(torch.arange(5, device="meta")[None], torch.float32)
+    assert cos.device.type == "meta" and cos.shape == (1, 5, D // 2)
 
 
 @pytest.mark.parametrize(("head_dim", "share"), [(15, 1.0), (32, 0.1), (8, 0.1)])
