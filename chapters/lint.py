@@ -17,7 +17,7 @@ IGNORED_IN_CHAPTER, IGNORED_IN_BOOK = 1, 12  # cells that are run but not compar
 UNCOMPARED_TAGS = {"nbval-ignore-output", "nbval-skip", "raises-exception"}
 UNCOMPARED_COMMENT = re.compile(r"^\s*#+\s*(NBVAL_|PYTEST_VALIDATE)", re.M)
 NAME = re.compile(r"\d\d_[a-z0-9_]+\.ipynb")
-CELL_ID = re.compile(r"[A-Za-z0-9_-]{2,64}")
+CELL_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 HOST = socket.gethostname()
 MACHINE = {
@@ -82,7 +82,7 @@ def cell_ids(notebook, setup, files):
     counts = Counter(cell.get("id") for cell in notebook["cells"])
     for cell_id, count in counts.items():
         if not cell_id or not CELL_ID.fullmatch(cell_id):
-            yield cell_id, "an id is 2 to 64 letters, digits, - or _"
+            yield cell_id, "an id is 1 to 64 letters, digits, - or _"
         elif count > 1:
             yield cell_id, f"the id occurs {count} times"
 
