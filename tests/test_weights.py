@@ -154,7 +154,9 @@ def test_a_tied_head_that_differs_is_an_error(tmp_path):
     weights = random_weights(page)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
     model = empty(page)
-    with pytest.raises(WeightsError, match=r"tie_word_embeddings.*differ.*set tie_word_embeddings to false"):
+    with pytest.raises(
+        WeightsError, match=r"tie_word_embeddings.*differ.*set tie_word_embeddings to false"
+    ):
         load_weights(model, open_checkpoint(write(tmp_path, weights, page)))
     assert model.embed.weight.is_meta
 
@@ -196,7 +198,9 @@ def test_everything_wrong_is_listed_in_one_error(tmp_path):
 def test_two_sources_for_one_target_are_an_error(tmp_path):
     weights = random_weights()
     weights["norm.weight"] = weights["model.norm.weight"] + 1
-    with pytest.raises(WeightsError, match=r"model\.norm\.weight and norm\.weight: both for norm\.weight"):
+    with pytest.raises(
+        WeightsError, match=r"model\.norm\.weight and norm\.weight: both for norm\.weight"
+    ):
         load(write(tmp_path, dict(sorted(weights.items()))))
 
 
@@ -302,7 +306,9 @@ def test_a_missing_shard_is_named(tmp_path):
     """sgl-project/sglang#32279: a shard that the index names was not there, and its weights stayed uninitialized."""
     shard(tmp_path, random_weights())
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(WeightsError, match="1 of 3 weight files are missing: model-00002-of-00003.safetensors"):
+    with pytest.raises(
+        WeightsError, match="1 of 3 weight files are missing: model-00002-of-00003.safetensors"
+    ):
         open_checkpoint(tmp_path)
 
 
