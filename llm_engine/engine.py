@@ -494,6 +494,10 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else self.eos_ids
         )
+        special = (
+            self.tokenizer.special
+        )  # a special token is not seen in the text, so as a stop string it means its id
+        stop_ids |= {special[text] for text in params.stop if text in special}
         if outside := [i for i in params.stop_token_ids if i >= self.config.vocab_size]:
             raise EngineError(
                 f"stop_token_ids names token {outside[0]}, outside the vocabulary 0..{self.config.vocab_size - 1}"

@@ -1,5 +1,6 @@
 """The command llm-engine, on a tiny model folder, and once as a real process on the default model."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -45,6 +46,13 @@ def test_generate_prints_the_answer_alone_to_stdout(folder):
 def test_quiet_says_nothing_on_stderr(folder):
     run = call("--quiet", "generate", "abc", "-n", "2", "--model", folder)
     assert run.exit_code == 0 and run.stderr == ""
+
+
+def test_a_command_called_from_python_leaves_its_logging_as_it_was(folder):
+    logger = logging.getLogger("llm_engine")
+    before = logger.level, list(logger.handlers)
+    generate(folder, "abc", "-n", "1")
+    assert (logger.level, list(logger.handlers)) == before
 
 
 def test_every_sampling_option_arrives(folder):

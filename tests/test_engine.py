@@ -319,6 +319,11 @@ def test_stop_token_ids_end_the_answer_and_stay_out_of_the_text():
         scripted("x").generate([65], SamplingParams(stop_token_ids=(9999,)))
 
 
+def test_a_special_token_as_a_stop_string_means_its_id():
+    done = scripted([*b"ok", START, *b"more"]).generate([65], SamplingParams(stop="<|im_start|>"))
+    assert (done.text, done.token_ids, done.stop_reason) == ("ok", [*b"ok", START], START)
+
+
 @pytest.mark.parametrize("prompt_length", [1, CONTEXT - 5, CONTEXT - 1])
 def test_generation_ends_exactly_at_the_context_limit(prompt_length):
     done = dice_engine().generate(
