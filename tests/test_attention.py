@@ -179,7 +179,7 @@ def test_window_and_sinks(sinks):
 # --- what plugs in later ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(order=st.integers(1, 10_000), empty=st.integers(0, 4))
 def test_the_order_of_slots_does_not_matter(order, empty):
     """Pages, rings, evictions and static buffers put slots anywhere; only their positions count."""
@@ -189,7 +189,7 @@ def test_the_order_of_slots_does_not_matter(order, empty):
     )
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(cuts=st.lists(st.integers(1, 8), max_size=4, unique=True), order=st.sampled_from([0, 5]))
 def test_cached_equals_uncached_however_it_is_cut(cuts, order):
     attention, x = attention_with(tiny()), inputs(1, 9, 40)
@@ -419,12 +419,27 @@ def test_scaling_before_the_product_keeps_float16_finite(kernel):
 
 
 def test_probabilities_of_a_long_row_are_not_summed_in_float16():
-    """Over 5000 equal slots each share is 0.0002; a float16 softmax that sums in float16 cannot count that far."""
-    attention = attention_with(tiny(heads=1, kv_heads=1, head_dim=8, hidden=8), torch.float16)
-    S = 5000
-    kv = KV(torch.zeros(1, 1, S, 8).half(), torch.ones(1, 1, S, 8).half(), torch.arange(S)[None])
-    out = attention.attend(torch.ones(1, 1, 1, 8).half(), kv, torch.ones(1, 1, S, dtype=torch.bool))
-    torch.testing.assert_close(out.float(), torch.ones(1, 1, 1, 8), atol=2e-3, rtol=0)
+    """70,000 equal exponentials sum to more than float16 can hold; in float32 each gets its 70,000th."""
+    attention = attention_with(tiny(heads=1, kv_heads=1, head_dim=2, hidden=2), torch.float16)
+    S = 70_000
+    kv = KV(torch.zeros(1, 1, S, 2).half(), torch.ones(1, 1, S, 2).half(), torch.arange(S)[None])
+    out = attention.attend(torch.ones(1, 1, 1, 2).half(), kv, torch.ones(1, 1, S, dtype=torch.bool))
+    torch.testing.assert_close(out.float(), torch.ones(1, 1, 1, 2), atol=1e-2, rtol=0)
+
+
+def test_fused_kernels_that_give_nan_for_blind_rows_do_no_harm(monkeypatch):
+    """Which of its kernels PyTorch chooses, and what that one makes of a row without a visible slot, varies."""
+    fused = nn.functional.scaled_dot_product_attention
+
+    def careless(q, k, v, attn_mask, **options):
+        out = fused(q, k, v, attn_mask=attn_mask, **options)
+        return out.masked_fill(~attn_mask.any(-1, keepdim=True), torch.nan)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", careless)
+    attention, x, batch = attention_with(tiny()), inputs(1, 3, 40), batch_at([-1, 0, 1])
+    wanted = run(attention, x, batch)
+    attention.kernel = "sdpa"
+    torch.testing.assert_close(run(attention, x, batch), wanted)
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------
