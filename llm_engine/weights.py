@@ -329,18 +329,23 @@ def _slots(model: nn.Module) -> dict[str, list[str]]:
 
 def _problems(rows: Iterable[Row], unknown: list[str], model: nn.Module) -> list[str]:
     wanted = dict(model.named_parameters(remove_duplicate=False))
-    filled = {row.target for row in rows if row.target}
-    lost = [names for names in _slots(model).values() if not filled & set(names)]
+    sources: dict[str, list[str]] = {}
+    for row in rows:
+        if row.target:
+            sources.setdefault(row.target, []).append(row.source)
+    lost = [names for names in _slots(model).values() if not sources.keys() & set(names)]
     out = [f"  missing     {' = '.join(names)} {list(wanted[names[0]].shape)}" for names in lost]
     out += [f"  unexpected  {name}" for name in unknown]
+    out += [
+        f"  unexpected  {' and '.join(s)}: both for {t}" for t, s in sources.items() if len(s) > 1
+    ]
     for row in rows:
-        if row.target is None:
-            continue
-        if row.target not in wanted:
+        if row.target and row.target not in wanted:
             out.append(
                 f"  unexpected  {row.source} (would be {row.target}, which this model does not have)"
             )
-        elif tuple(wanted[row.target].shape) != row.shape:
+    for row in rows:
+        if row.target in wanted and tuple(wanted[row.target].shape) != row.shape:
             out.append(
                 f"  mis-shaped  {row.source} is {list(row.shape)}, the config makes {row.target} "
                 f"{list(wanted[row.target].shape)}"
