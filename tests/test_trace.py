@@ -7,7 +7,7 @@ from torch import nn
 from llm_engine.attention import CACHES, single
 from llm_engine.config import read_llama
 from llm_engine.trace import Trace, TraceRow
-from llm_engine.transformer import Transformer, TorchRunner
+from llm_engine.transformer import TorchRunner, Transformer
 
 RAW = {
     "model_type": "llama",

@@ -148,6 +148,14 @@ def test_a_batch_that_does_not_fit_is_refused_before_any_work(ids, pos, rows, wo
     assert runner.positions_computed == 0
 
 
+def test_batch_and_rows_follow_the_model_to_its_device():
+    """The meta device stands in for a GPU: mixing it with tensors of the CPU raises, as mixing in a GPU would."""
+    model = build().to("meta")
+    cache = CACHES["none"](model.config, 3, torch.device("meta"), torch.float32)
+    logits = TorchRunner(model).logits(padded(PROMPTS, "left"), cache, torch.tensor([[7]] * 3))
+    assert logits.device.type == "meta" and logits.shape == (3, 1, 50)
+
+
 def test_a_tree_of_the_wrong_size_is_refused():
     model = build()
     batch = single([1, 2, 3])._replace(tree=torch.ones(1, 2, 2, dtype=torch.bool))
