@@ -258,7 +258,6 @@ def main() -> None:
     shell = InteractiveShell.instance()
     shell.showtraceback = lambda *_, **__: None
     shell.run_cell(SETUP).raise_error()
-    shell.run_cell("torch.set_num_threads(1);")
     results = {}
     for folder in sys.argv[1:]:
         results |= run_book(shell, read_book(Path(folder)))
