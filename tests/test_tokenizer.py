@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -527,6 +527,7 @@ def test_added_tokens_count_into_the_vocabulary(tmp_path):
     text=st.text(st.sampled_from("ab<>/s|.")),
     marks=st.sets(st.sampled_from(["<s>", "</s>", "<s>a", "|", ".", "ab"])),
 )
+@example(text="<s>ab", marks={"<s>", "<s>a"})
 def test_splitting_loses_nothing(text, marks):
     special = {mark: n for n, mark in enumerate(sorted(marks))}
     parts = split_special(text, special)
