@@ -624,7 +624,7 @@ def no_residual(block: nn.Module) -> Any:
 def tiny_model(folder: str | Path, *, seed: int = 0, **config: Any) -> Path:
     """Save a tiny Llama with random weights as transformers saves one (no tokenizer); returns the folder.
 
-    Nothing is left where a mistake could hide: norm weights are not 1, biases not 0, and queries and keys are large
+    Nothing is left where a mistake could hide: norm weights are not 1, biases not 0, epsilon counts, and queries and keys are large
     enough for attention to be decided (with the usual 0.02 it is nearly uniform, and a wrong mask or rotation hardly shows).
     Any field of the config can be named, such as num_key_value_heads=1 or rope_parameters={...}.
     """
@@ -640,7 +640,7 @@ def tiny_model(folder: str | Path, *, seed: int = 0, **config: Any) -> Path:
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": 1e-3,
         "tie_word_embeddings": False,
     }
     reference = LlamaForCausalLM(LlamaConfig(**{**fields, **config}))
