@@ -273,8 +273,8 @@ class Server:
                     body = body[: len(body) // 2]
                 if fault == "corrupt":
                     body = bytes([body[0] ^ 1]) + body[1:]
+                outer.sent += len(body)  # before the client can have it all and ask
                 self.wfile.write(body)
-                outer.sent += len(body)
                 if fault == "break":
                     self.wfile.flush()
                     self.connection.close()
