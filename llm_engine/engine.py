@@ -593,9 +593,8 @@ class Engine:
             logits.max().isfinite()
         ):  # one pass: max() hands NaN on, and finds +inf and a row of -inf
             raise LogitsError(self._blame(request.ids))
-        logits[
-            :, self.tokenizer.vocab_size :
-        ] = -torch.inf  # spare rows of a padded matrix: they are no tokens
+        # Spare rows of a padded matrix are no tokens, and must not win.
+        logits[:, self.tokenizer.vocab_size :] = -torch.inf
         return logits[0]
 
     def step(self, ids: Sequence[int], cache: Cache | None = None) -> Float[Tensor, "V"]:
