@@ -71,7 +71,7 @@ def test_the_readme_commands_are_one_line_and_use_the_pins():
     for name in ("command 1", "command 2"):
         assert "\n" not in command(name)
         assert "pip install -c constraints.txt -e" in command(name)
-    assert command("command 1").endswith('llm-engine generate "The capital of France is"')
+    assert 'llm-engine generate "The capital of France is"' in command("command 1")
     assert command("command 2").endswith("python tests/run.py")
     assert "'.[test]'" in command("command 2")
     assert f"torch=={pins()['torch']} --index-url" in README
