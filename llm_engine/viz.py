@@ -247,13 +247,18 @@ def _html_table(headers, cells, numeric, name) -> str:
 
 
 # %% chapters/10_overview.ipynb #viz-heatmap
-def plain_label(text: str) -> str:
-    """Token text as a plot can show it: spaces visible, control characters and glyphs the font lacks spelled out."""
-    matplotlib = _matplotlib()
+@functools.cache
+def _font_characters() -> frozenset[int]:
     from matplotlib.ft2font import FT2Font
 
-    font = FT2Font(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf")
-    known = font.get_charmap()
+    return frozenset(
+        FT2Font(f"{_matplotlib().get_data_path()}/fonts/ttf/DejaVuSans.ttf").get_charmap()
+    )
+
+
+def plain_label(text: str) -> str:
+    """Token text as a plot can show it: spaces visible, control characters and glyphs the font lacks spelled out."""
+    known = _font_characters()
     shown = text.replace(" ", "␣").replace("\n", "⏎").replace("$", r"\$")
     return "".join(c if ord(c) in known and c.isprintable() else f"U+{ord(c):04X}" for c in shown)
 
