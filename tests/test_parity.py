@@ -261,7 +261,7 @@ PROMPTS = {
     "German, accents": "Über den Wolken muß die Freiheit wohl grenzenlos sein — déjà vu, naïve café",
     "spaces and lines": "   a\n\n\tb   c\n",
     "markup": '<p class="x">1 &lt; 2</p> {"key": [1, 2, null]} $\\frac{a}{b}$',
-    "long": LONG_TEXT * 7,
+    "long": LONG_TEXT * 7 + "Then, one winter, somebody did.",
 }
 
 
@@ -277,7 +277,7 @@ def both(default_folder):
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_real_weights_give_the_reference_logits(name, both):
-    """Logits within 1e-4 of transformers in float32, every layer within 1e-5 of its size, and the same best token."""
+    """Logits within 1e-4 of transformers in float32, and every layer within 1e-5 of its size."""
     model, reference, tokenizer = both
     ids = tokenizer.encode(PROMPTS[name])
     assert len(ids) >= (500 if name == "long" else 1)
