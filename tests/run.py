@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
-CODE = ["chapters", "llm_engine", "tests", "benchmarks"]
+FOLDERS = ("chapters", "llm_engine", "tests", "benchmarks")
+CODE = [name for name in FOLDERS if (ROOT / name).is_dir()]  # git keeps no empty folders
 WORKERS = [
     "-n",
     "2",
