@@ -24,11 +24,8 @@ from PIL import Image
 RTOL, ATOL = 1e-5, 1e-7  # what another CPU's kernels may change in float32
 FLOAT = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+(?=e[-+]?\d))(?:e[-+]?\d+)?", re.I)
 PNG, FIGURE_DATA = "image/png", "application/vnd.llm-engine.figdata+json"
-TILE, LEVELS, PIXELS = (
-    32,
-    48,
-    12,
-)  # in no square of TILE pixels may more than PIXELS be off by LEVELS
+# In no square of TILE pixels may more than PIXELS be off by LEVELS.
+TILE, LEVELS, PIXELS = 32, 48, 12
 
 
 def compare(stored: list[dict], produced: list[dict]) -> str | None:

@@ -6,7 +6,6 @@ __all__ = []
 # %% chapters/18_engine.ipynb #main-module
 from llm_engine.cli import main
 
-if (
-    __name__ == "__main__" and __package__
-):  # `python -m llm_engine`; in a notebook there is no package
+# `python -m llm_engine`; in a notebook there is no package
+if __name__ == "__main__" and __package__:
     main()

@@ -66,15 +66,18 @@ class Cache(Protocol):
 
     def append(
         self, layer: int, k: Float[Tensor, "B K T D"], v: Float[Tensor, "B K T D"], batch: Batch
-    ) -> KV: ...  # stage one layer's new tokens; return all that the layer may look at (a tree's nodes as the last T slots)
+    ) -> KV:
+        """Stage one layer's new tokens; return all it may look at, a tree's nodes as the last T slots."""
+        ...
 
-    def commit(
-        self, keep: Int[Tensor, "B kept"] | None = None
-    ) -> None: ...  # end of the pass: all, or those accepted
+    def commit(self, keep: Int[Tensor, "B kept"] | None = None) -> None:
+        """End of the pass: make the staged tokens permanent. `keep[b]` holds indexes into row b's T new tokens, in
+        order, filled up with -1 where a row keeps fewer; None keeps all. Padding is never counted in `seen`."""
+        ...
 
-    def truncate(
-        self, seen: int
-    ) -> None: ...  # roll back to `seen` tokens; raises if they were evicted
+    def truncate(self, seen: int | Int[Tensor, "B"]) -> None:
+        """Roll back to `seen` tokens, for all rows or for each its own; raises if they were evicted."""
+        ...
 
 
 CACHES = Registry("cache")  # name -> factory(config, batch_size, device, dtype)
@@ -97,7 +100,7 @@ class NoCache:
     def commit(self, keep: Int[Tensor, "B kept"] | None = None) -> None:
         pass
 
-    def truncate(self, seen: int) -> None:
+    def truncate(self, seen: int | Int[Tensor, "B"]) -> None:
         pass
 
 
@@ -156,7 +159,7 @@ def eager(
 def sdpa(
     attention: nn.Module, q: Float[Tensor, "B N T D"], kv: KV, mask: Bool[Tensor, "B T S"]
 ) -> Float[Tensor, "B N T D"]:
-    """PyTorch's fused kernel: the same numbers up to rounding. Scores and probabilities are never formed, so the
+    """PyTorch's fused kernel: the same numbers up to rounding. Scores and probabilities stay inside it, so the
     `scores` and `probs` probes stay silent."""
     out = F.scaled_dot_product_attention(
         q,
@@ -189,10 +192,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(H, K * D, bias=bias)
         self.o_proj = nn.Linear(N * D, H, bias=bias)
         self.rope = Rope(config.rope, D, config.max_position_embeddings)
-        self.q_norm, self.k_norm = (
-            nn.Identity(),
-            nn.Identity(),
-        )  # some other architectures have norms here
+        # some other architectures have norms here
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         self.q_rotated, self.k_rotated = nn.Identity(), nn.Identity()
         self.scores, self.probs, self.heads = nn.Identity(), nn.Identity(), nn.Identity()
 
@@ -213,14 +214,17 @@ class Attention(nn.Module):
     def attend(
         self, q: Float[Tensor, "B N T D"], kv: KV, mask: Bool[Tensor, "B T S"]
     ) -> Float[Tensor, "B N T D"]:
-        """Scores, softmax over the visible slots (in float32), average of the values. Call the three probes on the way."""
+        """Scores, softmax over the visible slots (in float32), average of the values; a row that sees nothing gives 0.
+
+        Two probes on the way: `self.scores` gets the scaled scores before the mask, `self.probs` the weights as the
+        values meet them, in q's dtype. (`self.heads` is called in `forward`.) Repeat k and v for the query heads first.
+        """
         # q is scaled before the product, not the product after it: in float16 the product could overflow.
         groups = q.shape[1] // kv.k.shape[1]
         k, v = repeat_kv(kv.k, groups), repeat_kv(kv.v, groups)
         scores = self.scores((q * self.scale) @ k.transpose(-1, -2))
         hidden = ~mask[:, None]  # the same for every head
         probs = scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.float32)
-        probs = self.probs(
-            probs.masked_fill(hidden, 0).to(q.dtype)
-        )  # a row that sees nothing: 0, not NaN
+        # a row that sees nothing: 0, not NaN
+        probs = self.probs(probs.masked_fill(hidden, 0).to(q.dtype))
         return probs @ v

@@ -50,9 +50,8 @@ class FriendlyGroup(TyperGroup):
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
-            if ctx.params.get("debug") or hasattr(
-                error, "show"
-            ):  # `show`: a usage error, shown by typer itself
+            # `show`: a usage error, shown by typer itself
+            if ctx.params.get("debug") or hasattr(error, "show"):
                 raise
             known = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
             typer.echo(
@@ -140,7 +139,9 @@ RunnerOption = Annotated[
 NumberOption = Annotated[
     int | None,
     typer.Option(
-        "--max-new-tokens", "-n", help="Stop after this many tokens. Default: 64; 512 in a chat."
+        "--max-new-tokens",
+        "-n",
+        help="Stop after this many tokens. Default: 64; 512 in a chat; with --suggested the model's own.",
     ),
 ]
 TemperatureOption = Annotated[
@@ -181,6 +182,14 @@ PenaltyOption = Annotated[
         rich_help_panel="Sampling",
         help="Above 1: tokens already seen become less likely.",
     ),
+]
+PresenceOption = Annotated[
+    float | None,
+    typer.Option("--presence-penalty", help="Taken off each token that the answer holds already."),
+]
+FrequencyOption = Annotated[
+    float | None,
+    typer.Option("--frequency-penalty", help="… once for every time that it occurs there."),
 ]
 SeedOption = Annotated[
     int | None,
@@ -258,6 +267,8 @@ def generate(
     top_p: TopPOption = None,
     min_p: MinPOption = None,
     repetition_penalty: PenaltyOption = None,
+    presence_penalty: PresenceOption = None,
+    frequency_penalty: FrequencyOption = None,
     seed: SeedOption = None,
     stop: StopOption = None,
     suggested: SuggestedOption = False,
@@ -297,7 +308,8 @@ def generate(
     """
     values = sampling_values(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed, stop=stop, logprobs=logprobs,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, seed=seed, stop=stop, logprobs=logprobs,
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache=cache, runner=runner)
@@ -334,6 +346,8 @@ def chat(
     top_p: TopPOption = None,
     min_p: MinPOption = None,
     repetition_penalty: PenaltyOption = None,
+    presence_penalty: PresenceOption = None,
+    frequency_penalty: FrequencyOption = None,
     seed: SeedOption = None,
     suggested: SuggestedOption = False,
     stats: StatsOption = False,
@@ -348,7 +362,8 @@ def chat(
     """
     values = sampling_values(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, seed=seed,
     )  # fmt: skip
     engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache=cache, runner=runner)
     if suggested:
@@ -433,10 +448,8 @@ def download(model: ModelArgument = DEFAULT_MODEL) -> None:
 # %% chapters/18_engine.ipynb #cli-main
 def main() -> None:
     """The command `llm-engine`. (Importing this module imported `llm_engine`, so every chapter's parts are registered.)"""
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # a Windows console may not be UTF-8, a pipe there is not
+    # a Windows console may not be UTF-8, a pipe there is not
+    for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
     app()

@@ -18,6 +18,7 @@ __all__ = [
 
 # %% chapters/11_config.ipynb #imports
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +33,8 @@ class ConfigError(ValueError):
 class Registry(dict):
     """A named table of interchangeable parts: one chapter fills it, an earlier one looks up.
 
-    `table.register("name")` is a decorator; `table.register("name", default=True)` also makes it the part that is
-    used when nobody names one. Looking up an unknown name raises `ConfigError` and lists the known names.
+    `table.register("name")` is a decorator. The part registered first is used when nobody names one, unless another
+    is registered with `default=True`. Looking up an unknown name raises `ConfigError` and lists the known names.
     """
 
     def __init__(self, kind: str):
@@ -129,7 +130,8 @@ def _number(raw: Mapping[str, Any], key: str, kind: type = int, default: Any = .
                 f"the key, add it as the model's authors published it"
             )
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or kind(value) != value:
+    bad = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+    if bad or kind(value) != value:
         name = "a whole number" if kind is int else "a number"
         raise ConfigError(f"{key!r} must be {name}, got {value!r}")
     return kind(value)
@@ -171,7 +173,7 @@ def rope_config(given: Mapping[str, Any]) -> RopeConfig:
     Raises `ConfigError` for an unknown type, a missing number, or something that is not a number.
     """
     kind = given["rope_type"]
-    if kind not in ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         raise ConfigError(f"unknown rope_type {kind!r}. Known: {', '.join(sorted(ROPE_FIELDS))}")
     lost = [name for name in ROPE_FIELDS[kind] if given.get(name) is None]
     if lost:
@@ -195,9 +197,14 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     `rope_scaling` with `type` or `rope_type`, and `rope_theta` beside it; or `rope_parameters` with everything.
     Raises `ConfigError` for what this engine does not know, or if numbers are missing.
     """
-    # Gather one flat dictionary with "rope_type" and "rope_theta", then return rope_config(it).
+    # One flat dictionary: rope_scaling, or else rope_parameters (must be one flat mapping), without its nulls.
+    # "rope_type" wins over "type", and it is "default" if there is neither. From beside it come rope_theta and
+    # partial_rotary_factor where the inside has none, and original_max_position_embeddings whenever it is there.
+    # Then return rope_config(it).
     found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(found, Mapping) or any(isinstance(v, Mapping) for v in found.values()):
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"rope_scaling should be a set of named numbers, got {found!r}")
+    if any(isinstance(value, Mapping) for value in found.values()):
         raise ConfigError(
             "rope_parameters should be one set of numbers for all layers; this config has one for each kind of layer"
         )
@@ -319,8 +326,10 @@ def load_config(folder: str | Path) -> ModelConfig:
     second = folder / "generation_config.json"
     generation = _read_page(second) if second.exists() else {}
     try:
-        if "model_type" not in raw:
-            raise ConfigError("'model_type' is missing, which says what architecture this is")
+        if not isinstance(raw.get("model_type"), str):
+            raise ConfigError(
+                "'model_type', which says what architecture this is, is not there or no text"
+            )
         return CONFIG_READERS[raw["model_type"]](raw, generation)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -261,9 +261,8 @@ class Request:
         self.finish_reason, self.stop_reason = why_finished(
             token, self.matcher.matched, len(self.output_ids), self.limit, self.stop_ids
         )
-        if (
-            self.finish_reason and self.matcher.matched is None
-        ):  # the end: nothing is held back any longer
+        # the end: nothing is held back any longer
+        if self.finish_reason and self.matcher.matched is None:
             text += self.matcher.push(self.detokenizer.flush())
             if self.matcher.matched is not None:
                 self.finish_reason, self.stop_reason = "stop", self.matcher.matched
@@ -494,9 +493,8 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else self.eos_ids
         )
-        special = (
-            self.tokenizer.special
-        )  # a special token is not seen in the text, so as a stop string it means its id
+        # a special token is not seen in the text, so as a stop string it means its id
+        special = self.tokenizer.special
         stop_ids |= {special[text] for text in params.stop if text in special}
         if outside := [i for i in params.stop_token_ids if i >= self.config.vocab_size]:
             raise EngineError(
@@ -576,22 +574,19 @@ class Engine:
                 )
             piece = new[at : at + step]
             wanted = range(max(0, len(new) - last - at), len(piece))
-            rows = torch.tensor([list(wanted)], dtype=torch.long, device=self.device)
-            logits.append(
-                self.runner.logits(single(piece, start + at, self.device), cache, rows)[0]
-            )
+            # On the CPU, where checking and counting cost no wait for the device; the runner moves them.
+            rows = torch.tensor([list(wanted)], dtype=torch.long)
+            logits.append(self.runner.logits(single(piece, start + at), cache, rows)[0])
             cache.commit()
-        return torch.cat(logits), len(
-            new
-        )  # cat also makes an ordinary tensor of one made in inference mode
+        # cat also makes an ordinary tensor of one made in inference mode
+        return torch.cat(logits), len(new)
 
     def forward(self, request: Request) -> Float[Tensor, "V"]:
         """Logits for the next token of a request, checked to be numbers."""
         logits, computed = self.feed(request.ids, request.cache)
         request.positions_computed += computed
-        if not bool(
-            logits.max().isfinite()
-        ):  # one pass: max() hands NaN on, and finds +inf and a row of -inf
+        # one pass: max() hands NaN on, and finds +inf and a row of -inf
+        if not bool(logits.max().isfinite()):
             raise LogitsError(self._blame(request.ids))
         # Spare rows of a padded matrix are no tokens, and must not win.
         logits[:, self.tokenizer.vocab_size :] = -torch.inf

@@ -15,9 +15,8 @@ from llm_engine.config import ModelConfig, Registry
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #activations
-ACTIVATIONS = Registry(
-    "activation"
-)  # config.json's `hidden_act` -> function, applied number by number
+# config.json's `hidden_act` -> function, applied number by number
+ACTIVATIONS = Registry("activation")
 ACTIVATIONS.register("silu", default=True)(F.silu)
 ACTIVATIONS.register("swish")(F.silu)  # the older name of the same function
 ACTIVATIONS.register("gelu")(F.gelu)

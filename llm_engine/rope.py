@@ -221,9 +221,8 @@ class Rope(nn.Module):
     def forward(
         self, pos: Int[Tensor, "B T"], dtype: torch.dtype
     ) -> tuple[Float[Tensor, "B T half"], Float[Tensor, "B T half"]]:
-        frequencies = self.frequencies.to(
-            pos.device
-        )  # there already, unless built elsewhere than run
+        # there already, unless built elsewhere than run
+        frequencies = self.frequencies.to(pos.device)
         if self.config.rope_type in LENGTH_DEPENDENT:
             frequencies, _ = ROPE_TYPES[self.config.rope_type](
                 self.config, self.rotary_dim, self.max_position_embeddings, pos.amax(1) + 1

@@ -101,8 +101,8 @@ class Temperature:
     def __call__(
         self, logits: Float[Tensor, "*rows V"], context: SamplingContext
     ) -> Float[Tensor, "*rows V"]:
-        # Subtract each row's largest logit first, in float32 or wider; divide by nothing smaller than
-        # the smallest number float32 can invert.
+        # Subtract each row's largest logit first, in float32 or wider; divide by at least
+        # torch.finfo(torch.float32).tiny, since a smaller number would have no inverse in float32.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         distance = logits - logits.amax(-1, keepdim=True)
         return distance / max(self.temperature, torch.finfo(torch.float32).tiny)
@@ -303,9 +303,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # 1 = off; counts prompt and output
     presence_penalty: float = 0.0  # 0 = off; counts the output only
     frequency_penalty: float = 0.0  # 0 = off; counts the output only
-    logit_bias: Mapping[int, float] = field(
-        default_factory=dict
-    )  # token id -> -100 to 100, or -inf
+    # token id -> -100 to 100, or -inf
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None = another answer each time
     logprobs: int | None = None  # None = none; N = the chosen token's and the N best
     stop: Sequence[str] = ()  # texts that end the answer
@@ -363,9 +362,8 @@ def check_logits(
     hint: str = "",
 ) -> None:
     """Raise `LogitsError` where nothing can be drawn: NaN, +inf, or a row of -inf only. `source` is who made them."""
-    best = logits.amax(
-        -1
-    )  # NaN if any is NaN, +inf if any is, -inf if all are: one pass tells all three
+    # NaN if any is NaN, +inf if any is, -inf if all are: one pass tells all three
+    best = logits.amax(-1)
     if best.isfinite().all():
         return
     vocab_size = logits.shape[-1]
@@ -422,9 +420,8 @@ class Sample:
     """One chosen token. `logprob` and `top_logprobs` are None unless `SamplingParams.logprobs` asks for them."""
 
     token_id: int
-    logprob: (
-        float | None
-    )  # of the chosen token, natural log, under the model itself: before every processor
+    # of the chosen token, natural log, under the model itself: before every processor
+    logprob: float | None
     top_logprobs: dict[int, float] | None  # the N best tokens' and the chosen one's, best first
     distribution: Float[Tensor, "V"]  # what was drawn from: after every processor
     temperature: float | int
@@ -451,9 +448,8 @@ class Sampler:
     def __init__(self, params: SamplingParams, vocab_size: int | None = None):
         self.params = params
         self.processors = build_processors(params)
-        self.generator = (
-            torch.Generator()
-        )  # on the CPU, so that a seed means the same on every device
+        # on the CPU, so that a seed means the same on every device
+        self.generator = torch.Generator()
         if params.seed is None:
             self.generator.seed()
         else:

@@ -67,7 +67,9 @@ def split_special(text: str, special: Mapping[str, int]) -> list[str | int]:
 
 # %% chapters/13_tokenizer.ipynb #with-bos
 def with_bos(ids: list[int], bos_id: int) -> list[int]:
-    """The same ids with the beginning-of-sequence token exactly once at the front, however many there were."""
+    """The same ids with the beginning-of-sequence token exactly once at the front, however many stood there; later
+    ones stay. The given list is not changed."""
+    # Skip every bos_id that ids begins with, then put one in front of the rest.
     start = 0
     while start < len(ids) and ids[start] == bos_id:
         start += 1
@@ -99,6 +101,8 @@ def _checked_text(text: Any, what: str = "text") -> str:
 class _JsonBackend:
     """`tokenizer.json`, read by the `tokenizers` library."""
 
+    FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # how a token is found in a text
+
     def __init__(self, library: tokenizers.Tokenizer):
         library.no_truncation()  # some files carry a training length: text would be cut without a word
         library.no_padding()
@@ -117,14 +121,10 @@ class _JsonBackend:
             steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
         )
         self._bytes = {character: byte for byte, character in byte_alphabet().items()}
-        known = (
-            (library.token_to_id(c) is not None for c in self._bytes)
-            if self.kind == "byte-level"
-            else ()
-        )
-        self.missing = frozenset(
-            b for b, there in zip(self._bytes.values(), known, strict=False) if not there
-        )
+        self.missing: frozenset[int] = frozenset()
+        if self.kind == "byte-level":
+            lost = (b for c, b in self._bytes.items() if library.token_to_id(c) is None)
+            self.missing = frozenset(lost)
         self._plain: tokenizers.Tokenizer | None = None
         self._marks: dict[int, str] = {}
         self._ids_of_marks: dict[int, int] = {}
@@ -146,13 +146,9 @@ class _JsonBackend:
             for id, token in self.added.items():
                 if token.special:
                     self._marks[id] = f"_{secret}_{id}_"
-                    flags = {
-                        k: getattr(token, k)
-                        for k in ("lstrip", "rstrip", "single_word", "normalized")
-                    }
-                    plain.add_tokens(
-                        [tokenizers.AddedToken(self._marks[id], special=False, **flags)]
-                    )
+                    flags = {name: getattr(token, name) for name in self.FLAGS}
+                    mark = tokenizers.AddedToken(self._marks[id], special=False, **flags)
+                    plain.add_tokens([mark])
             self._ids_of_marks = {plain.token_to_id(mark): id for id, mark in self._marks.items()}
             self._plain = plain
         text = "".join(part if isinstance(part, str) else self._marks[part] for part in parts)
@@ -747,7 +743,10 @@ class IncrementalDetokenizer:
 
     def push(self, id: int) -> str:
         """Take in the next token; return the text that is now complete (often a word, sometimes nothing)."""
-        # self._decoder.decode(data) gives the characters that are complete and keeps the bytes of one that is not.
+        # 1. id = self.tokenizer._checked_id(id) refuses what is no token.
+        # 2. A special token (self.tokenizer.special_ids) gives "" if such are to be skipped.
+        # 3. self.tokenizer.backend.piece(id, self._previous) is its bytes; then remember id in self._previous.
+        # 4. self._decoder.decode(data) keeps the bytes of an incomplete character; return self._strip(what it gives).
         id = self.tokenizer._checked_id(id)
         if self.skip_special_tokens and id in self.tokenizer.special_ids:
             return ""

@@ -287,9 +287,8 @@ class Trace:
         row, call = self.rows[index], self._calls[index]
         while call.nonfinite_in and not call.is_probe and call.parent is not None:
             call = call.parent
-        return (
-            call.row if call.row is not None else row
-        )  # None: asked while the pass is still going on
+        # None: asked while the pass is still going on
+        return call.row if call.row is not None else row
 
     def explain(self) -> str:
         """`first_nonfinite` in a sentence, with what is known about the cause."""

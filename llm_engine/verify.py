@@ -80,13 +80,12 @@ def expected_shapes(config: ModelConfig, B: int, T: int) -> dict[str, tuple[int,
     Names are those of `named_modules()`, such as "layers.3.attn.probs"; one entry for each place of every layer, the
     embedding, the final norm and the LM head.
     """
-    H, F, V, L = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.vocab_size,
-        config.num_hidden_layers,
-    )
+    H, F = config.hidden_size, config.intermediate_size
+    V, L = config.vocab_size, config.num_hidden_layers
     N, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    # In a layer: attn_norm, attn.{q,k,v}_proj, attn.{q,k}_rotated, attn.scores, attn.probs, attn.heads, attn.o_proj,
+    # ffn_norm, ffn.gate_proj, ffn.up_proj, ffn.gated, ffn.down_proj, and the layer itself, "layers.3".
+    # Before and after the layers: embed, norm, lm_head. q_rotated, k_rotated and heads are [B, heads, T, D].
     # N * D is what the projections of q and o are about: not always H.
     layer = {
         "attn_norm": (B, T, H),
@@ -126,13 +125,8 @@ def side_by_side(rows: Sequence[Sequence[int]], device: torch.device | str = "cp
 
 
 # %% chapters/19_verify.ipynb #record-engine
-PROBES = (
-    "q_rotated",
-    "k_rotated",
-    "scores",
-    "probs",
-    "heads",
-)  # identity modules inside attention (chapter 15)
+# identity modules inside attention (chapter 15)
+PROBES = ("q_rotated", "k_rotated", "scores", "probs", "heads")
 
 
 @contextmanager
@@ -276,9 +270,8 @@ class Report:
 
 
 # %% chapters/19_verify.ipynb #record-reference
-REFERENCE_NAMES = Registry(
-    "model type to compare"
-)  # model_type -> our module's name -> transformers' name
+# model_type -> our module's name -> transformers' name
+REFERENCE_NAMES = Registry("model type to compare")
 REFERENCE_NAMES["llama"] = {
     "embed": "model.embed_tokens",
     "layers.{i}.attn_norm": "model.layers.{i}.input_layernorm",
@@ -334,9 +327,8 @@ def record_reference(
     seen: dict[str, Tensor] = {}
 
     def attend(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-        theirs = sys.modules[
-            type(module).__module__
-        ]  # the model family's own file: its repeat_kv, its softmax
+        # the model family's own file: its repeat_kv, its softmax
+        theirs = sys.modules[type(module).__module__]
         out, probs = theirs.eager_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=0.0, **kwargs
         )
@@ -352,9 +344,8 @@ def record_reference(
     config, hooks = reference.config, []
     before = config._attn_implementation
     AttentionInterface.register("llm_engine_probe", attend)
-    AttentionMaskInterface.register(
-        "llm_engine_probe", eager_mask
-    )  # without one, no mask would be made
+    # without one, no mask would be made
+    AttentionMaskInterface.register("llm_engine_probe", eager_mask)
     try:
         reference.set_attn_implementation("llm_engine_probe")
         for ours, theirs in REFERENCE_NAMES[config.model_type].items():
@@ -389,11 +380,8 @@ def first_divergence(rows: Sequence[Check], tolerance: float) -> Check | None:
 
 
 # %% chapters/19_verify.ipynb #compare
-TOLERANCES = {
-    torch.float32: 2e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}  # on `relative`; measured in chapter 19
+# On `relative_difference`; 16-bit models against a reference in the same dtype.
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 HINTS = {
     "embed": "the table, or the ids",
     "attn_norm": "the norm: where epsilon is added, the weight, the order of casts",
@@ -506,9 +494,8 @@ def compare(
 
 
 # %% chapters/19_verify.ipynb #faults
-FAULTS = Registry(
-    "fault"
-)  # name -> context manager(block): while it is open, that layer makes the mistake
+# name -> context manager(block): while it is open, that layer makes the mistake
+FAULTS = Registry("fault")
 
 
 @contextmanager
@@ -560,9 +547,8 @@ def epsilon_outside(block: nn.Module) -> Any:
 
 @FAULTS.register("KV heads in the wrong order")
 def tiled_kv(block: nn.Module) -> Any:
-    return _other_parts(
-        block.attn, repeat_kv=lambda x, groups: x.repeat(1, groups, 1, 1)
-    )  # 0 1 0 1, not 0 0 1 1
+    # 0 1 0 1, not 0 0 1 1
+    return _other_parts(block.attn, repeat_kv=lambda x, groups: x.repeat(1, groups, 1, 1))
 
 
 @FAULTS.register("mask off by one")

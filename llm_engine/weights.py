@@ -91,7 +91,7 @@ def _not_safetensors(start: bytes, size: int) -> str:
             f"a Git LFS pointer ({size} bytes of text), not the weights it points to. "
             f"Run `git lfs pull` in that folder, or {again}"
         )
-    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return (
             "a PyTorch pickle under the name of a safetensors file. Renaming does not convert it: "
             "chapter 12 has a recipe that does"
@@ -125,7 +125,7 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
                 for name, entry in header.items()
             }
             end = begin + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise WeightsError(
                 f"{path}: the header cannot be understood ({error!r}). Download it again."
             ) from error

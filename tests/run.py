@@ -14,12 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 FOLDERS = ("chapters", "llm_engine", "tests", "benchmarks")
 CODE = [name for name in FOLDERS if (ROOT / name).is_dir()]  # git keeps no empty folders
-WORKERS = [
-    "-n",
-    "2",
-    "--dist",
-    "loadfile",
-]  # a chapter's cells, and a module's fixtures, stay together
+# A chapter's cells, and a module's fixtures, stay together.
+WORKERS = ["-n", "2", "--dist", "loadfile"]
 PYTEST = [PYTHON, "-m", "pytest", "-q", "--durations=10", "--durations-min=1", *WORKERS]
 
 STEPS = {

@@ -174,7 +174,7 @@ def test_wrong_usage_is_exit_code_2(arguments):
 def test_help_names_every_command_and_shows_an_example():
     run = call("--help", env={"COLUMNS": "120"})
     assert run.exit_code == 0
-    for command in ("generate", "chat", "shapes", "download"):
+    for command in ("generate", "chat", "shapes", "download", "verify"):
         assert command in run.stdout
     assert 'llm-engine generate "The capital of France is"' in run.stdout
     run = call("generate", "--help", env={"COLUMNS": "140"})
