@@ -326,10 +326,11 @@ def load_config(folder: str | Path) -> ModelConfig:
     second = folder / "generation_config.json"
     generation = _read_page(second) if second.exists() else {}
     try:
-        if not isinstance(raw.get("model_type"), str):
-            raise ConfigError(
-                "'model_type', which says what architecture this is, is not there or no text"
-            )
-        return CONFIG_READERS[raw["model_type"]](raw, generation)
+        kind = raw.get("model_type")
+        if kind is None:
+            raise ConfigError("'model_type' is missing, which says what architecture this is")
+        if not isinstance(kind, str):
+            raise ConfigError(f"'model_type' must be a name, got {kind!r}")
+        return CONFIG_READERS[kind](raw, generation)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -315,3 +315,20 @@ def test_registry():
     with pytest.raises(ConfigError, match="Known: first, second, third"):
         table["x"]
     assert "llama" in CONFIG_READERS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": ["llama"]}, "'model_type' must be a name"),
+        ({"hidden_size": float("inf")}, "'hidden_size' must be a whole number"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a number"),
+        ({"rope_scaling": "llama3"}, "rope_scaling should be a set of named numbers"),
+        ({"rope_scaling": {"rope_type": ["llama3"]}}, "unknown rope_type"),
+        ({"rope_scaling": {"full": {"rope_type": "default"}}}, "for each kind of layer"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(tmp_path, change, message):
+    """JSON as Python reads it may hold NaN, Infinity, and a list where a name belongs."""
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, LLAMA_1B | change))
