@@ -225,6 +225,15 @@ def sampling_values(**given: Any) -> dict[str, Any]:
     return values
 
 
+def request_params(
+    engine: Engine, suggested: bool, max_new_tokens: int, values: dict[str, Any]
+) -> SamplingParams:
+    """The options given, over the model's own suggestions or over the command's default length."""
+    if suggested:
+        return engine.default_params(**values)
+    return SamplingParams(**{"max_new_tokens": max_new_tokens, **values})
+
+
 def print_stats(completion: Completion) -> None:
     """Counts and speeds of one answer, to stderr."""
     t = completion.timings
@@ -313,10 +322,7 @@ def generate(
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache=cache, runner=runner)
-    if suggested:
-        params = engine.default_params(**values)
-    else:
-        params = SamplingParams(**{"max_new_tokens": 64, **values})
+    params = request_params(engine, suggested, 64, values)
     ids = text
     if chat_template:
         ids = engine.tokenizer.apply_chat_template([{"role": "user", "content": text}])
@@ -366,10 +372,7 @@ def chat(
         frequency_penalty=frequency_penalty, seed=seed,
     )  # fmt: skip
     engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache=cache, runner=runner)
-    if suggested:
-        params = engine.default_params(**values)
-    else:
-        params = SamplingParams(**{"max_new_tokens": 512, **values})
+    params = request_params(engine, suggested, 512, values)
     with contextlib.suppress(ImportError):  # line editing and history, where Python has it
         import readline  # noqa: F401
     typer.echo(CHAT_HELP, err=True)

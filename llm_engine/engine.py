@@ -558,6 +558,9 @@ class Engine:
         """An empty cache for one sequence."""
         return self.cache_factory(self.config, 1, self.device, self.dtype)
 
+    def _no_cache(self) -> NoCache:
+        return NoCache(self.config, 1, self.device, self.dtype)
+
     def feed(
         self, ids: Sequence[int], cache: Cache, last: int = 1
     ) -> tuple[Float[Tensor, "last V"], int]:
@@ -594,20 +597,13 @@ class Engine:
 
     def step(self, ids: Sequence[int], cache: Cache | None = None) -> Float[Tensor, "V"]:
         """Next-token logits after `ids`, for loops of your own. With a cache of yours, only what it has not seen is computed."""
-        return self.feed(
-            self.encode(ids),
-            NoCache(self.config, 1, self.device, self.dtype) if cache is None else cache,
-        )[0][0]
+        return self.feed(self.encode(ids), self._no_cache() if cache is None else cache)[0][0]
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, "T V"]:
         """Logits at every position: row t is what the model expects at position t + 1."""
         ids = check_prompt(ids, self.config.vocab_size)
-        batch = single(ids, 0, self.device)
-        return self.runner.logits(
-            batch,
-            NoCache(self.config, 1, self.device, self.dtype),
-            torch.arange(len(ids), device=self.device)[None],
-        )[0].clone()
+        rows = torch.arange(len(ids))[None]
+        return self.runner.logits(single(ids), self._no_cache(), rows)[0].clone()
 
     @contextmanager
     def trace(self, keep: Sequence[str] = ()) -> Iterator[Trace]:
@@ -639,9 +635,7 @@ class Engine:
     def _blame(self, ids: list[int]) -> str:
         """Run the step again under a trace, and say where numbers stop being numbers."""
         with self.trace() as trace:
-            batch = single(ids, 0, self.device)
-            last = torch.tensor([[len(ids) - 1]], device=self.device)
-            self.runner.logits(batch, NoCache(self.config, 1, self.device, self.dtype), last)
+            self.runner.logits(single(ids), self._no_cache(), torch.tensor([[len(ids) - 1]]))
         what = f"the logits after token {len(ids) - 1} are not finite numbers ({self.dtype})"
         first = trace.first_nonfinite()
         if first is None:
