@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -76,11 +77,11 @@ def test_stop_options_may_be_repeated_and_hold_escapes(folder, monkeypatch):
     class Caught(Exception):
         pass
 
-    def stream(self, prompt, params, record=0):
+    def start(self, prompt, params, record=0):
         seen.update(prompt=prompt, params=params, record=record)
         raise Caught
 
-    monkeypatch.setattr(Engine, "stream", stream)
+    monkeypatch.setattr(Engine, "start", start)
     generate(
         folder, "abc", "--stop", r"\n\n", "--stop", "END", "--logprobs", "2", "--candidates", "3"
     )
@@ -95,6 +96,7 @@ def test_stats_and_lists_go_to_stderr(folder):
     assert "prompt: 3 tokens" in run.stderr and "new: 3 tokens, ended by length" in run.stderr
     assert "positions computed: 12" in run.stderr  # 3 + 4 + 5
     assert "time to first token:" in run.stderr and "tokens/s" in run.stderr
+    assert re.search(r"a step: p50 \d+\.\d ms, p95 \d+\.\d ms", run.stderr)
     assert run.stderr.count("log probability") == 3 and run.stderr.count("1 kept") == 3
 
 
@@ -225,7 +227,7 @@ def test_chat_answers_forgets_and_ends(folder):
     assert run.exit_code == 0
     answers = [part.strip("\n") for part in run.stdout.split("> ")]
     assert answers[1] == answers[4] != ""  # after /clear the same question begins anew
-    assert "never" not in run.stdout and run.stderr.count("/clear forgets") == 2
+    assert "never" not in run.stdout and run.stderr.count("/undo") == 1
 
 
 def test_chat_ends_with_the_input(folder):
