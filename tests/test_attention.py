@@ -455,7 +455,7 @@ def test_single_numbers_positions_from_its_start():
 
 
 def test_no_cache_remembers_nothing():
-    assert CACHES.default == "none"
+    assert CACHES["none"] is NoCache
     cache = CACHES["none"](tiny(), 2, torch.device("cpu"), torch.float32)
     assert isinstance(cache, Cache)
     for _ in range(2):
