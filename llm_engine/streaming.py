@@ -269,7 +269,7 @@ def for_terminal(text: str) -> str:
 
 
 # %% chapters/21_streaming.ipynb #percentile
-def percentile(values: Sequence[float], percent: int | float) -> float:
+def percentile(values: Sequence[float | int], percent: float | int) -> float | int:
     """The smallest of `values` that at least `percent` % of them do not exceed (the nearest rank; 50 is the median).
 
     Raises `ValueError` for no values, and for a percentage outside 0 to 100.
@@ -326,7 +326,7 @@ class LiveStats:
         total = sum(self.gaps)
         return len(self.gaps) / total if total > 0 else None
 
-    def latency(self, percent: int | float = 50) -> float | None:
+    def latency(self, percent: float | int = 50) -> float | None:
         """Seconds between tokens: `percent` % of the waits were not longer. None until there was one."""
         return percentile(self.gaps, percent) if self.gaps else None
 
