@@ -51,8 +51,14 @@ def test_everything_that_is_asked_for_is_pinned_within_its_range():
 
 def test_the_pins_are_what_runs_here():
     """Stored outputs were made with these; a green run with others would show nothing."""
+    only_for_benchmarks = requirements("bench").keys() - requirements("test").keys()
     for name, version in pins().items():
-        assert importlib.metadata.version(name).split("+")[0] == version, name
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            assert name in only_for_benchmarks, f"{name} is not installed"
+            continue
+        assert installed.split("+")[0] == version, name
 
 
 def test_conda_and_pip_install_the_same():
