@@ -184,7 +184,7 @@ def test_stop_matcher_against_brute_force_for_any_cut(data):
     assert shown + matcher.flush() == expected and matcher.held == ""
 
 
-@pytest.mark.parametrize("stop", ["\n\nUser:", "!\n\nUser", "🦊", "你好", "z", "more"])
+@pytest.mark.parametrize("stop", ["\n\nUser:", "!\n\nUser", "🦊", "你好", "z", "more", "more!"])
 def test_no_beginning_of_a_stop_string_is_ever_streamed(stop):
     """vllm#3574: the tokens of a stop string had been streamed before the string was complete. Here on every way out."""
     params = SamplingParams(max_new_tokens=len(SCRIPT.encode()), stop=stop)
