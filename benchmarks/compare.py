@@ -11,7 +11,6 @@ How it measures, and what was tried to be fair: benchmarks/README.md.
 
 import datetime
 import fnmatch
-import importlib.util
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ import pydoc_data.topics
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,9 +125,9 @@ def choose(patterns: list[str], specs: dict[str, Any]) -> dict[str, Any]:
 
 def missing(spec: dict[str, Any]) -> str | None:
     """Why an engine cannot run here at all."""
-    if spec["family"] == "llama.cpp" and importlib.util.find_spec("llama_cpp") is None:
+    if spec["family"] == "llama.cpp" and find_spec("llama_cpp") is None:
         return f"llama-cpp-python is not installed. {INSTALL} builds it from source, in 10 to 20 minutes"
-    if spec["family"] == "transformers" and importlib.util.find_spec("transformers") is None:
+    if spec["family"] == "transformers" and find_spec("transformers") is None:
         return f"transformers is not installed. {INSTALL}"
     return None
 
@@ -254,6 +254,7 @@ class Run:
     def __init__(self, specs: dict[str, dict[str, Any]], threads: int, work: dict[str, list[int]]):
         self.specs, self.threads, self.work = specs, threads, work
         self.workers: dict[str, Worker] = {}
+        self.all_workers: list[Worker] = []  # those that failed, too
         self.engines: dict[str, dict[str, Any]] = {name: {} for name in specs}
         self.bandwidths: list[float] = []
         self.rounds: dict[str, list[dict[str, float]]] = {name: [] for name in specs}
@@ -272,6 +273,7 @@ class Run:
             if reason:
                 raise EngineFailed(reason)
             self.workers[name] = Worker(self.specs[name], self.threads)
+            self.all_workers.append(self.workers[name])
         except EngineFailed as error:
             self.failed(name, error)
             return None
@@ -397,6 +399,7 @@ class Quiet:
 
     def end(self) -> dict[str, float]:
         total, idle, stolen, own, swapped = (b - a for a, b in zip(self.begin, self._now()))
+        total = max(total, 1e-9)  # the clock of the system is coarse
         return {
             "others": max(0.0, (total - idle - stolen - own) / total),
             "stolen": stolen / total,
@@ -441,7 +444,7 @@ def compare(
 
         def own() -> float:
             mine = sum(me.cpu_times()[:2])
-            return mine + sum(w.cpu_seconds() for w in [bandwidth, *run.workers.values()])
+            return mine + sum(w.cpu_seconds() for w in [bandwidth, *run.all_workers])
 
         quiet = Quiet(own)
         for number in range(1, rounds + 1):
@@ -483,6 +486,10 @@ def show_profiles(specs: dict[str, Any], folder: Path, threads: int, tokens: int
             print(f"failed: {error}")
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def main(
     engines: Annotated[list[str] | None, typer.Option(help="names or patterns, e.g. numba-bf16, 'llama.cpp-*', transformers")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
@@ -526,11 +533,13 @@ def main(
     if markdown_too:
         print(markdown(result))
         return
-    out = Console(highlight=False)
+    out = Console(highlight=False, soft_wrap=True)
+    if not out.is_terminal:
+        out.width = 150
     out.print(rich_table(result))
     for line in [*notes(result), "", *settings(result)]:
         out.print(line, markup=False)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

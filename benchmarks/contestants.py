@@ -50,9 +50,17 @@ class Contestant:
         """Bytes of weights that one token must read."""
         raise NotImplementedError
 
+    def number_bytes(self) -> int:
+        """Bytes of one number of the keys and values it keeps."""
+        return DTYPES[self.spec["precision"]].itemsize
+
     def token_bytes(self) -> int:
         """Bytes that each earlier token adds to what a token must read: its keys and values."""
-        raise NotImplementedError
+        from llm_engine.config import load_config
+
+        config = load_config(self.spec["folder"])
+        heads = 2 * config.num_hidden_layers * config.num_key_value_heads
+        return heads * config.head_dim * self.number_bytes()
 
     def use(self, setting: dict[str, Any]) -> None:
         """Run this way from now on."""
@@ -216,11 +224,6 @@ class Ours(Contestant):
         skip = (".rope.",) if tied else (".rope.", "embed.")
         return sum(p.nbytes for name, p in parts if not any(s in f".{name}" for s in skip))
 
-    def token_bytes(self) -> int:
-        config = self.engine.config
-        heads = 2 * config.num_hidden_layers * config.num_key_value_heads
-        return heads * config.head_dim * self.engine.dtype.itemsize
-
     def reset(self, room: int) -> None:
         self.ids, self.cache = [], self.engine.new_cache()
 
@@ -320,11 +323,6 @@ class Transformers(Contestant):
         all_bytes = sum(p.nbytes for p in self.model.parameters())  # a tied table comes once
         return all_bytes - (0 if self.model.config.tie_word_embeddings else table.nbytes)
 
-    def token_bytes(self) -> int:
-        config = self.model.config
-        heads = 2 * config.num_hidden_layers * config.num_key_value_heads
-        return heads * config.head_dim * self.model.dtype.itemsize
-
     def use(self, setting: dict[str, Any]) -> None:
         self.setting = setting
         self.model.set_attn_implementation(setting["attention"])
@@ -339,7 +337,7 @@ class Transformers(Contestant):
     def feed(self, ids: list[int]) -> int:
         out = self.model(
             input_ids=torch.tensor([ids]),
-            past_key_values=self.cache,
+            cache=self.cache,
             use_cache=True,
             logits_to_keep=1,
         )
@@ -419,11 +417,8 @@ class LlamaCpp(Contestant):
     def weight_bytes(self) -> int:
         return self.read_bytes
 
-    def token_bytes(self) -> int:
-        api, model = self.api, self.llama.model
-        L, K = api.llama_model_n_layer(model), api.llama_model_n_head_kv(model)
-        D = api.llama_model_n_embd(model) // api.llama_model_n_head(model)
-        return 2 * L * K * D * 2
+    def number_bytes(self) -> int:
+        return 2  # float16, whatever the weights are
 
     def tune(
         self, prompt: list[int], forced: list[int], long: list[int], search: bool

@@ -48,7 +48,7 @@ class Worker:
     """An engine in its process. `spec` names the class ("module:Class") and what it is made from."""
 
     def __init__(self, spec: dict[str, Any], threads: int, timeout: float = TIMEOUT):
-        self.name, self.timeout = spec["name"], timeout
+        self.name, self.timeout, self.used = spec["name"], timeout, 0.0
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "workers.py")],
@@ -68,6 +68,9 @@ class Worker:
             self.process.stdin.write(line.encode())
             self.process.stdin.flush()
             answer = json.loads(self._line())
+        except TimeoutError:  # before OSError, which it is a kind of
+            self.close(kill=True)
+            raise EngineFailed(f"no answer to {command!r} after {self.timeout:.0f} s") from None
         except (OSError, EOFError):
             code = self.process.wait()
             how = f"signal {-code}" if code < 0 else f"exit status {code}"
@@ -76,9 +79,6 @@ class Worker:
             raise EngineFailed(
                 f"its process ended with {how}{note} during {command!r}{self._last_words()}"
             ) from None
-        except TimeoutError:
-            self.close(kill=True)
-            raise EngineFailed(f"no answer to {command!r} after {self.timeout:.0f} s") from None
         if "error" in answer:
             raise EngineFailed(answer["error"])
         return answer["result"]
@@ -105,11 +105,11 @@ class Worker:
         return f": {lines[-1].strip()}" if lines else ""
 
     def cpu_seconds(self) -> float:
-        """CPU time this process has used so far, all threads together."""
+        """CPU time this process has used so far, all threads together; if it is gone, as far as is known."""
         with contextlib.suppress(psutil.Error):
             times = psutil.Process(self.pid).cpu_times()
-            return times.user + times.system
-        return 0.0
+            self.used = max(self.used, times.user + times.system)
+        return self.used
 
     def close(self, kill: bool = False) -> None:
         """End the process."""
