@@ -155,14 +155,12 @@ class AsyncStream(AsyncIterator[Chunk]):
         step = _worker(self.stream.engine).submit(next, self.stream, None)
         self._arrived = arrived = asyncio.wrap_future(step)
         try:
-            await asyncio.wait(
-                [arrived]
-            )  # unlike `await arrived`, leaves the step alone when cancelled
+            # unlike `await arrived`, this leaves the step alone when we are cancelled
+            await asyncio.wait([arrived])
         except asyncio.CancelledError:
             self.stream.close()
-            if (
-                not step.cancel()
-            ):  # it has begun: an aborted step would leave the cache half written
+            # not begun yet: it never will. Else it is writing into the cache: let it finish
+            if not step.cancel():
                 await asyncio.wait([arrived])
             raise
         finally:
