@@ -154,6 +154,8 @@ class StaticCache:
         if capacity < 0:
             raise CacheError(f"a cache cannot have room for {capacity} tokens")
         self.bytes_copied = 0
+        # On a GPU, to look at numbers makes the program wait until it has computed them.
+        self._may_look = torch.device(device).type == "cpu"
         self._shape = (
             config.num_hidden_layers,
             batch_size,
@@ -202,8 +204,8 @@ class StaticCache:
         if rows != B:
             raise CacheError(f"this cache has {rows} rows, the batch has {B}")
         after, even = self._used + T, False
-        # On a GPU a look at numbers makes the program wait for it, so there only when the simple bound does not do.
-        if self.pos.device.type == "cpu" or after > min(self.capacity, self.context):
+        # Elsewhere than on the CPU, only when the simple bound does not do.
+        if self._may_look or after > min(self.capacity, self.context):
             after, even = self._look(batch)
         self._make_room(after)
         used = self._in_use(after)
@@ -261,6 +263,8 @@ class StaticCache:
             self.stage(batch)
         if self._views is None:
             self._views = self._cut()
+        if k.requires_grad:  # a cache is no part of a graph for training
+            k, v = k.detach(), v.detach()
         new_keys, new_values, keys, values, pos = self._views
         if new_keys is not None:
             new_keys[layer].copy_(k)
