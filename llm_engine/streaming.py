@@ -11,6 +11,7 @@ __all__ = [
     "by_words",
     "for_terminal",
     "percentile",
+    "regroup",
     "stream_to",
 ]
 
