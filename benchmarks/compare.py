@@ -40,6 +40,10 @@ from rich.console import Console
 from workers import EngineFailed, Worker
 
 BANDWIDTH = {"name": "bandwidth", "class": "contestants:Bandwidth"}
+NOT_HERE = (
+    "auto",
+    "cuda-graph",
+)  # runners: the fastest of the others, and one that is not for a CPU
 REFERENCE = "torch-float32"
 INSTALL = "python -m pip install -c constraints.txt -e '.[bench]'"
 TIE = 0.2  # two candidates whose logits are closer than this may change places between two engines
@@ -98,7 +102,7 @@ def known_engines(precisions: tuple[str, ...] = ("float32", "bf16")) -> dict[str
         specs[name] |= {"precision": precision, **more}
 
     for precision in precisions:
-        for runner in RUNNERS:
+        for runner in (r for r in RUNNERS if r not in NOT_HERE):
             add(runner, "llm-engine", "Ours", precision, runner=runner)
         add("transformers", "transformers", "Transformers", precision)
         add("llama.cpp", "llama.cpp", "LlamaCpp", precision)

@@ -8,7 +8,7 @@ import contextlib
 import importlib.metadata
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ import numpy as np
 import torch
 
 clock = time.perf_counter
+LONG = 4.0  # seconds: what takes longer is not run twice
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+def quickest(work: Callable[[], float], twice: bool = True) -> float:
+    """The shorter of two runs of `work`, which returns its seconds; one must do if it is a long one."""
+    seconds = work()
+    return min(seconds, work()) if twice and seconds < LONG else seconds
 
 
 def limit_threads(threads: int) -> None:
@@ -129,11 +136,9 @@ class Contestant:
         for setting in settings:
             try:
                 self.use(setting)
-                self.loop(prompt, forced[:2])
-                self.prefill(long) if long else None
-                runs = range(2 if several else 0)
-                decode = min((self.loop(prompt, forced)["decode"] for _ in runs), default=0.0)
-                prefill = min((self.prefill(long) for _ in runs), default=0.0) if long else 0.0
+                self.loop(prompt, forced[:2])  # compiles, fills caches
+                decode = quickest(lambda: self.loop(prompt, forced)["decode"], several)
+                prefill = quickest(lambda: self.prefill(long), several) if long else 0.0
                 trials.append({"setting": setting, "decode": decode, "prefill": prefill})
             except Exception as error:
                 if not several:
@@ -191,7 +196,7 @@ class Contestant:
         }
         if long:
             self.use(self.chosen["prefill"])
-            result["prefill"] = len(long) / min(self.prefill(long) for _ in range(2))
+            result["prefill"] = len(long) / quickest(lambda: self.prefill(long))
         return result
 
 
@@ -497,38 +502,17 @@ class Quantizer:
 
 
 class Bandwidth:
-    """How fast this machine reads memory, with the same number of threads: sums over an array that no cache holds."""
-
-    BYTES = 512 << 20
-    REPEATS = 5
+    """How fast this machine reads memory with the same number of threads: chapter 22's measurement, in its own process."""
 
     def __init__(self, spec: dict[str, Any], threads: int):
-        import numba
-
-        numba.set_num_threads(threads)
-        columns = 1 << 14
-
-        @numba.njit(parallel=True, fastmath=True)
-        def read(x: np.ndarray, sums: np.ndarray) -> None:
-            for row in numba.prange(x.shape[0]):
-                total = np.float32(0)
-                for column in range(x.shape[1]):
-                    total += x[row, column]
-                sums[row] = total
-
-        self.read = read
-        self.x = np.ones((self.BYTES // 4 // columns, columns), np.float32)
-        self.sums = np.zeros(len(self.x), np.float32)
-        self.read(self.x[:2], self.sums[:2])  # compiled now
+        limit_threads(threads)
+        self.bandwidth()  # compiled now
 
     def made(self) -> dict[str, Any]:
-        return {"versions": {"numba": importlib.metadata.version("numba")}}
+        return {}
 
     def bandwidth(self) -> float:
         """Bytes a second, the best of several."""
-        seconds = []
-        for _ in range(self.REPEATS):
-            begin = clock()
-            self.read(self.x, self.sums)
-            seconds.append(clock() - begin)
-        return self.x.nbytes / min(seconds)
+        from llm_engine.roofline import read_bandwidth
+
+        return read_bandwidth()

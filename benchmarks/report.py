@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+BUSY = 0.05  # share of the CPU time that others may take before a table is called disturbed
 WAYS = ("loop", "generate")  # a bare decode loop, and what the library offers
 
 
@@ -132,6 +133,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"Other processes took {quiet['others']:.0%} of the CPU time meanwhile, the hypervisor {quiet['stolen']:.0%}; "
         f"swapped: {quiet['swapped_mb']:.0f} MB.",
     ]
+    if quiet["others"] + quiet["stolen"] > BUSY:
+        lines.append("The machine was not quiet: do not keep these numbers.")
     versions: dict[str, str] = {}
     for engine in result["engines"].values():
         versions |= engine.get("versions", {})
