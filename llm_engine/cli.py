@@ -434,7 +434,7 @@ from llm_engine.streaming import LiveStats, between_steps, for_terminal
 CHAT_HELP = '''
   /help          these lines
   /reset         forget the conversation (also /clear)
-  /system TEXT   instructions that stand before the conversation; alone, it shows them
+  /system TEXT   instructions that stand before the conversation; `off` removes them, alone it shows them
   /undo          take back the last question and its answer
   /retry         ask the last question again
   /stats         counts and speeds after each answer: on, off
@@ -553,9 +553,12 @@ def chat(
     )  # fmt: skip
     engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache=cache, runner=runner)
     params = request_params(engine, suggested, 512, values)
+    talk = Chat(engine, system=system, params=params)
+    # no template, or one that takes no instructions: better said now than after the first question
+    engine.tokenizer.render_chat([*talk.messages, {"role": "user", "content": "Hello"}])
     with contextlib.suppress(ImportError):  # line editing and history, where Python has it
         import readline  # noqa: F401
-    converse(Chat(engine, system=system, params=params), system, stats)
+    converse(talk, system, stats)
 
 
 def converse(talk: Chat, system: str | None = None, stats: bool = False) -> None:
@@ -586,9 +589,9 @@ def converse(talk: Chat, system: str | None = None, stats: bool = False) -> None
             note("[the conversation is forgotten]")
         elif command == "/system":
             if rest:
-                system = rest
-                talk.messages = [m for m in talk.messages if m["role"] != "system"]
-                talk.messages.insert(0, {"role": "system", "content": rest})
+                system = None if rest == "off" else rest
+                first = [{"role": "system", "content": system}] if system else []
+                talk.messages = first + [m for m in talk.messages if m["role"] != "system"]
             note(f"[system: {system or 'none of yours; the template may have its own'}]")
         elif command == "/undo":
             question = take_back(talk)

@@ -314,10 +314,14 @@ class LiveStats:
         self._last = now
 
     def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """The same chunks, each noted as it passes."""
-        for chunk in chunks:
-            self.add(chunk)
-            yield chunk
+        """The same chunks, each noted as it passes. Closing this closes what it reads from."""
+        try:
+            for chunk in chunks:
+                self.add(chunk)
+                yield chunk
+        finally:
+            if hasattr(chunks, "close"):
+                chunks.close()
 
     @property
     def tokens_per_second(self) -> float | None:

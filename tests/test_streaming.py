@@ -13,7 +13,15 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import CONTEXT, Dice, Script, reference_stop, scripted, tiny_config, tiny_engine
+from test_engine import (
+    CONTEXT,
+    Script,
+    dice_engine,
+    reference_stop,
+    scripted,
+    tiny_config,
+    tiny_engine,
+)
 from tiny_folder import write_tiny_folder
 from tokenizers import decoders, models, normalizers
 from typer.testing import CliRunner
@@ -251,7 +259,7 @@ def test_all_ways_give_the_same_chunks(seed, temperature, new, stops):
     params = SamplingParams(
         max_new_tokens=new, seed=seed, temperature=temperature, stop=tuple(stops), logprobs=1
     )
-    engine = tiny_engine(runner=Dice)
+    engine = dice_engine()
     expected = plain(list(engine.stream([65], params)))
     for way in (iterated, called_back, awaited):
         assert plain(way(params, engine)) == expected
@@ -706,10 +714,15 @@ def test_closing_a_grouping_closes_the_stream():
     with closing(by_words(chunks)) as words:
         assert next(words) == "one"
     assert chunks.closed and engine.runner.positions_computed == 1 + 2 + 3 + 4
+    chunks = Stream(engine, [65], LONG)
+    with closing(by_words(LiveStats().watch(chunks))) as words:
+        assert next(words) == "one" and not chunks.closed
+    assert chunks.closed and engine.runner.positions_computed == 10 + 10
+    assert list(LiveStats().watch([Chunk("a", (1,))])) == [Chunk("a", (1,))]
     stream = engine.stream([65], LONG)
     words = by_lines(stream)
     words.close()  # not begun: nothing was computed, nothing will be
-    assert engine.runner.positions_computed == 10
+    assert engine.runner.positions_computed == 20
 
 
 def test_control_characters_do_not_reach_a_terminal():
@@ -836,12 +849,13 @@ def questions(prompt):
 
 def test_undo_retry_reset_and_system(folder, asked):
     run = chat(folder, "/undo", "/retry", "one", "two", "/undo", "three", "/retry", "/reset", "four",
-               "/system be brief", "five", "/system", "/reset", "six", "/nonsense", "/quit", "never")  # fmt: skip
+               "/system be brief", "five", "/system", "/reset", "six", "/nonsense", "/system off", "seven", "/quit", "never")  # fmt: skip
     assert run.exit_code == 0, run.output
     assert [questions(prompt) for prompt in asked] == [
         ["one"], ["one", "two"], ["one", "three"], ["one", "three"], ["four"], ["four", "five"], ["six"],
+        ["six", "seven"],
     ]  # fmt: skip
-    assert ["system\nbe brief" in prompt for prompt in asked] == [False] * 5 + [True] * 2
+    assert ["system\nbe brief" in prompt for prompt in asked] == [False] * 5 + [True] * 2 + [False]
     for note in ("nothing to take back", "no question to ask", "taken back: two", "system: be brief",
                  "no command /nonsense", "same question has the same answer"):  # fmt: skip
         assert note in run.stderr and note not in run.stdout
@@ -851,6 +865,18 @@ def test_undo_retry_reset_and_system(folder, asked):
 def test_an_option_gives_the_instructions_and_reset_keeps_them(folder, asked):
     chat(folder, "one", "/reset", "two", arguments=("-n", "2", "--system", "be kind"))
     assert all("system\nbe kind" in prompt for prompt in asked) and len(asked) == 2
+
+
+def test_a_model_without_a_template_is_refused_before_the_first_question(tmp_path):
+    bare = write_tiny_folder(tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_text("{}")
+    run = chat(str(bare), "hi")
+    assert run.exit_code == 1 and "has no chat template" in run.stderr and "> " not in run.stdout
+    refusing = "{\"chat_template\": \"{{ raise_exception('no system here') if messages[0].role == 'system' }}x\"}"
+    (bare / "tokenizer_config.json").write_text(refusing)
+    run = chat(str(bare), "hi", arguments=("--system", "be brief"))
+    assert run.exit_code == 1 and "no system here" in run.stderr
+    assert chat(str(bare), "hi", arguments=("-n", "1")).exit_code == 0
 
 
 def test_messages_of_several_lines_and_of_any_beginning(folder, asked):
@@ -1041,7 +1067,22 @@ def test_generate_stopped_by_ctrl_c_keeps_what_there_is(folder, monkeypatch):
         return advance(self, request)
 
     monkeypatch.setattr(Engine, "advance", interrupted)
-    run = CliRunner().invoke(app, ["generate", "abc", "-n", "9", "--model", folder, "--stats"])
+    run = CliRunner().invoke(
+        app,
+        [
+            "generate",
+            "abc",
+            "-n",
+            "9",
+            "--model",
+            folder,
+            "--stats",
+            "--cache",
+            "growing",
+            "--runner",
+            "torch",
+        ],
+    )
     assert run.exit_code == 130 and "new: 2 tokens, ended by interruption" in run.stderr
     assert run.stdout == steps[0].text + "\n"
 
