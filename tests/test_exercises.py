@@ -25,7 +25,9 @@ CHAPTERS = Path(__file__).parent.parent / "chapters"
 
 def read_book(folder: Path) -> dict:
     paths = sorted(folder.glob("[1-9][0-9]_*.ipynb"))
-    paths = [path for path in paths if not path.name.startswith("10_")]  # an overview, without exercises
+    paths = [
+        path for path in paths if not path.name.startswith("10_")
+    ]  # an overview, without exercises
     return {path.stem: nbformat.read(path, as_version=4) for path in paths}
 
 

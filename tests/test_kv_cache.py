@@ -189,15 +189,15 @@ def check_slots(cache, rows):
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=6)
 @given(
-    length=st.integers(1, CONTEXT), cuts=st.sets(st.integers(1, CONTEXT - 1), max_size=8), look=st.booleans()
+    length=st.integers(1, CONTEXT),
+    cuts=st.sets(st.integers(1, CONTEXT - 1), max_size=8),
+    look=st.booleans(),
 )
 def test_chunked_equals_whole_for_any_split(kind, length, cuts, look):
     ids = random_ids(length, V)
     edges = [0, *sorted(c for c in cuts if c < length), length]
     cache = make(kind, look=look)
-    pieces = [
-        feed(ids[a:b], cache, a) for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    pieces = [feed(ids[a:b], cache, a) for a, b in zip(edges, edges[1:], strict=False)]
     assert_close(torch.cat(pieces), uncached(ids))
     assert cache.seen.tolist() == [length]
 
@@ -252,9 +252,7 @@ def test_every_random_variant_gives_the_same_logits(name):
     whole = uncached(ids, model)
     for kind in KINDS:
         cache = make(kind, like=model.config)
-        pieces = [
-            feed(ids[a:b], cache, a, model) for a, b in zip(edges, edges[1:], strict=False)
-        ]
+        pieces = [feed(ids[a:b], cache, a, model) for a, b in zip(edges, edges[1:], strict=False)]
         assert_close(torch.cat(pieces), whole, msg=lambda text, kind=kind: f"{kind}: {text}")
 
 
@@ -356,7 +354,9 @@ def test_a_chain_may_be_kept_whole(kind):
     assert_close(feed(ids[9:], cache, 9), uncached(ids)[9:])
     cache.truncate(5)
     logits_of(tree_batch([5], random_ids(6, V)), cache)
-    with pytest.raises(CacheError, match=r"follow one another.*\[\[5, 6, 7, 8, 9, 10\]\], not \[\["):
+    with pytest.raises(
+        CacheError, match=r"follow one another.*\[\[5, 6, 7, 8, 9, 10\]\], not \[\["
+    ):
         cache.commit()
 
 
@@ -465,7 +465,12 @@ def test_a_model_with_gradients_can_use_a_cache():
 @pytest.mark.parametrize("kind", SLOTS)
 def test_a_runner_may_stage_and_write_by_itself(kind, look):
     by_hand, appended = make(kind, 2, look=look), make(kind, 2, look=look)
-    for lengths, starts in (((5, 3), (0, 0)), ((1, 1), (5, 3)), ((14, 0), (6, 4)), ((1, 1), (20, 4))):
+    for lengths, starts in (
+        ((5, 3), (0, 0)),
+        ((1, 1), (5, 3)),
+        ((14, 0), (6, 4)),
+        ((1, 1), (20, 4)),
+    ):
         batch = padded([[1] * n for n in lengths], starts)
         stage = by_hand.stage(batch)
         assert isinstance(stage, Stage) and torch.equal(stage.slots, batch.pos)
@@ -532,7 +537,13 @@ def test_a_static_cache_reads_no_number_of_a_device():
     with torch.device("meta"), torch.no_grad():
         model = Transformer(config())
         cache = StaticCache(config(), 2, "meta", torch.float32)
-        for T, tree in ((7, None), (1, None), (1, None), (4, torch.ones(2, 4, 4).bool()), (1, None)):
+        for T, tree in (
+            (7, None),
+            (1, None),
+            (1, None),
+            (4, torch.ones(2, 4, 4).bool()),
+            (1, None),
+        ):
             batch = Batch(torch.zeros(2, T).long(), torch.zeros(2, T).long(), tree)
             hidden = model(batch, cache)
             assert hidden.shape == (2, T, 32)
@@ -703,7 +714,9 @@ def test_chunks_must_go_on_where_the_cache_ends(kind):
         (Batch(torch.tensor([[1, 1]]), torch.tensor([[4, 4]])), "4, 4"),
         (tree_batch([3], [1] * 6), "3, 3, 4, 4, …"),
     ):
-        with pytest.raises(CacheError, match=f"row 0: this cache has seen 4 tokens.*not at {shown}[.]"):
+        with pytest.raises(
+            CacheError, match=f"row 0: this cache has seen 4 tokens.*not at {shown}[.]"
+        ):
             logits_of(batch, cache)
     assert_close(feed(ids[4:], cache, 4), uncached(ids)[4:])
     two = make(kind, 2)
@@ -798,7 +811,10 @@ def test_the_answer_ends_exactly_at_the_context_limit(tiny):
 
 
 def test_a_conversation_computes_what_is_new(tiny):
-    engine, params = tiny(), SamplingParams(max_new_tokens=4, logit_bias=dict.fromkeys(range(128, 260), -99.0))
+    engine, params = (
+        tiny(),
+        SamplingParams(max_new_tokens=4, logit_bias=dict.fromkeys(range(128, 260), -99.0)),
+    )
     talk, before = Chat(engine, params=params), None
     for text in ("one", "two", "three"):
         answer = talk.send(text)
@@ -806,7 +822,9 @@ def test_a_conversation_computes_what_is_new(tiny):
         shared = 0
         if before is not None:
             fed = (before.prompt_ids + before.token_ids)[:-1]
-            shared = next((i for i, (a, b) in enumerate(zip(fed, answer.prompt_ids)) if a != b), len(fed))
+            shared = next(
+                (i for i, (a, b) in enumerate(zip(fed, answer.prompt_ids)) if a != b), len(fed)
+            )
             assert shared > len(before.prompt_ids)
         assert answer.positions_computed == P + n - 1 - shared
         alone = engine.generate(answer.prompt_ids, params)
@@ -858,7 +876,9 @@ def test_real_logits_through_every_cache(engine):
     whole = engine.logits(ids)
     for kind in KINDS:
         cache = make(kind, like=dataclasses.replace(engine.config, max_position_embeddings=64))
-        pieces = [feed(ids[a:b], cache, a, engine.model) for a, b in ((0, 6), (6, 7), (7, len(ids)))]
+        pieces = [
+            feed(ids[a:b], cache, a, engine.model) for a, b in ((0, 6), (6, 7), (7, len(ids)))
+        ]
         assert (torch.cat(pieces) - whole).abs().max() < 1e-4
 
 
@@ -872,7 +892,9 @@ def test_a_static_cache_goes_into_a_cuda_graph():
     cache = StaticCache(config(), 1, device, torch.float32)
     whole = logits_of(single(ids), NoCache(config(), 1, device, torch.float32), model)[0]
     feed(ids[:8], cache, 0, model)
-    batch = Batch(torch.zeros(1, 1, dtype=torch.long, device=device), torch.full((1, 1), 8, device=device))
+    batch = Batch(
+        torch.zeros(1, 1, dtype=torch.long, device=device), torch.full((1, 1), 8, device=device)
+    )
 
     def step():
         hidden = model(batch, cache)
@@ -904,5 +926,8 @@ def test_rope_types_that_depend_on_the_position_alone_are_exact():
     ):  # fmt: skip
         model = Transformer(config(rope=rope)).eval().requires_grad_(False)
         ids, cache = random_ids(30, V), make("growing", like=model.config)
-        pieces = [feed(ids[:13], cache, 0, model), *(feed([ids[i]], cache, i, model) for i in range(13, 30))]
+        pieces = [
+            feed(ids[:13], cache, 0, model),
+            *(feed([ids[i]], cache, i, model) for i in range(13, 30)),
+        ]
         assert_close(torch.cat(pieces), uncached(ids, model))
