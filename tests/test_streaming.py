@@ -248,7 +248,7 @@ def plain(chunks):
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 99),
     temperature=st.sampled_from([0.0, 1.2]),
