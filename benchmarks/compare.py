@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """This engine, transformers and llama.cpp, one after the other, on the same weights and the same number of threads.
 
-python benchmarks/compare.py                                      everything, about ten minutes
+python benchmarks/compare.py                                      everything, 10 to 20 minutes
 python benchmarks/compare.py --engines '*-float32' --rounds 5     some
 python benchmarks/compare.py --shape llama-3.2-1b                 a larger model's shape, random weights
 python benchmarks/compare.py --profile --engines numba-float32    where a decode step's time goes
@@ -500,7 +500,7 @@ def main(
     threads: Annotated[int, typer.Option(help="for every engine; 0: as many as there are cores")] = 0,
     model: Annotated[str, typer.Option(help="a known name, a folder or a Hub id")] = "smollm2-135m",
     shape: Annotated[str | None, typer.Option(help=f"random weights of this shape instead, decode only: {', '.join(SHAPES)}")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="new tokens in a decode trial")] = 64,
+    tokens: Annotated[int, typer.Option(min=0, help="new tokens in a decode trial; 0: 64, or 16 with --shape")] = 0,
     prompt: Annotated[int, typer.Option(min=1, help="tokens before them")] = 32,
     prefill: Annotated[int, typer.Option(min=0, help="tokens of the prefill trial; 0: none")] = 512,
     json_file: Annotated[Path | None, typer.Option("--json", help="write everything here")] = None,
@@ -518,8 +518,9 @@ def main(
     usual = ("*-bf16",) if shape else USUAL
     there = [p for p in usual if any(fnmatch.fnmatch(name, p) for name in known)]
     specs = choose(engines or there, known)
+    tokens = tokens or (16 if shape else 64)
     if quick:
-        rounds, tokens = 1, 16
+        rounds, tokens = 1, min(tokens, 16)
     folder = random_folder(shape) if shape else resolve(model)
     if profile:
         show_profiles(specs, folder, threads, tokens)
