@@ -116,7 +116,7 @@ def numbers(batch, salt):
 
 @pytest.mark.parametrize("look", [True, False], ids=["cpu", "as on a gpu"])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12)
+@settings(max_examples=40)
 @given(history=histories())
 def test_each_row_holds_what_it_should(kind, look, history):
     B, steps = history
@@ -187,7 +187,7 @@ def check_slots(cache, rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6)
+@settings(max_examples=20)
 @given(
     length=st.integers(1, CONTEXT),
     cuts=st.sets(st.integers(1, CONTEXT - 1), max_size=8),
@@ -203,7 +203,7 @@ def test_chunked_equals_whole_for_any_split(kind, length, cuts, look):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=5)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4),
     steps=st.lists(st.integers(0, 15), max_size=4),
@@ -230,7 +230,7 @@ def test_ragged_rows_equal_the_rows_alone(kind, lengths, steps, side, look):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=4)
+@settings(max_examples=15)
 @given(first=st.integers(1, 20), back=st.integers(0, 20), more=st.integers(1, 20))
 def test_truncate_then_go_on_equals_a_fresh_start(kind, first, back, more):
     back = min(first, back)
