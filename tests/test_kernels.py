@@ -1,0 +1,277 @@
+"""The compiled parts of the fast CPU runner, each against the plain torch it stands for."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_engine import kernels
+from llm_engine.config import ModelConfig
+from llm_engine.kernels import Team, share, team_of
+from llm_engine.norm import RMSNorm
+from llm_engine.prefill import as_array, attend_many, matmul
+from llm_engine.roofline import Machine, matmul_speed, read_bandwidth, token_bytes
+from llm_engine.rope import rotate
+from llm_engine.transformer import Transformer
+
+NO_BIAS = np.empty(0, np.float32)
+
+
+def line(weight, bias=None):
+    """A weight's line of the table."""
+    kind = kernels.FLOAT32 if weight.dtype == torch.float32 else kernels.BFLOAT16
+    columns = weight.shape[-1]
+    return np.array(
+        [weight.data_ptr(), bias.data_ptr() if bias is not None else 0, kind, len(weight), columns]
+    )
+
+
+def in_turn(size, function, *arguments):
+    """Every worker of a team, one after the other: good for kernels that do not meet."""
+    for me in range(size):
+        function(*arguments, me, size)
+
+
+@given(st.integers(0, 50), st.integers(1, 7))
+def test_shares_cover_everything_once_in_order(rows, team):
+    ends = [share(rows, me, team) for me in range(team)]
+    assert [i for first, last in ends for i in range(first, last)] == list(range(rows))
+    assert max(b - a for a, b in ends) - min(b - a for a, b in ends) <= 1
+
+
+@kernels.kernel
+def _widen_all(stored, out):
+    for i in range(len(stored)):
+        out[i] = kernels.widen(stored[i])
+
+
+@kernels.kernel
+def _narrow_all(x, out):
+    for i in range(len(x)):
+        out[i] = kernels.narrow(x[i], out[i])
+
+
+@kernels.kernel
+def _exp_all(x, out):
+    for i in range(len(x)):
+        out[i] = kernels.fast_exp(x[i])
+
+
+def test_every_bfloat16_is_widened_as_torch_does():
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    out = np.empty(65536, np.float32)
+    _widen_all(as_array(every), out)
+    np.testing.assert_array_equal(out, every.float().numpy())
+
+
+def test_float32_is_rounded_to_bfloat16_as_torch_does():
+    bits = torch.randint(-(2**31), 2**31, (500_000,), generator=torch.Generator().manual_seed(0))
+    ties = (torch.arange(65536) << 16) + 0x8000  # exactly between two
+    x = torch.cat([bits, ties, ties - 1, ties + 1]).to(torch.int32).view(torch.float32)
+    out = np.empty(len(x), np.uint16)
+    _narrow_all(x.numpy(), out)
+    ours, theirs = torch.from_numpy(out).view(torch.bfloat16), x.bfloat16()
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours[~ours.isnan()], theirs[~theirs.isnan()])
+
+
+def test_exp_is_right_to_two_parts_in_ten_million_and_keeps_nan():
+    x = np.linspace(-87, 88, 2_000_001, dtype=np.float32)
+    out = np.empty_like(x)
+    _exp_all(x, out)
+    assert np.abs(out / np.exp(x.astype(np.float64)) - 1).max() < 2e-7
+    ends = np.array([-np.inf, -1e30, 0, 1e30, np.inf, np.nan], np.float32)
+    out = np.empty_like(ends)
+    _exp_all(ends, out)
+    assert (out[:2] < 1e-37).all() and (out[:2] >= 0).all() and out[2] == 1
+    assert np.isfinite(out[3:5]).all() and (out[3:5] > 1e38).all() and np.isnan(out[5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, columns, R, team", [(7, 33, 1, 1), (64, 48, 3, 2), (1, 5, 2, 3)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_product(dtype, rows, columns, R, team, biased):
+    torch.manual_seed(rows)
+    w, x = torch.randn(rows, columns).to(dtype), torch.randn(R, columns)
+    bias = torch.randn(rows).to(dtype) if biased else None
+    wanted = x @ w.float().T + (bias.float() if biased else 0)
+    out = torch.full((R, rows), 9.0)
+    in_turn(team, kernels.product, line(w, bias), x.numpy(), out.numpy(), False)
+    torch.testing.assert_close(out, wanted)
+    in_turn(team, kernels.product, line(w, bias), x.numpy(), out.numpy(), True)
+    torch.testing.assert_close(out, 2 * wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_touches_its_rows_only(dtype):
+    norm = RMSNorm(48, 0.3)
+    norm.weight.data.normal_()
+    norm.to(dtype)
+    x, out = torch.randn(5, 48), torch.full((5, 48), 9.0)
+    kernels.rms_norm(line(norm.weight), x.numpy(), np.float32(0.3), out.numpy(), 1, 4)
+    wanted = RMSNorm(48, 0.3)
+    wanted.weight.data = norm.weight.data.float()
+    torch.testing.assert_close(out[1:4], wanted(x[1:4]))
+    assert (out[[0, 4]] == 9).all()
+
+
+def test_turn_leaves_what_partial_rotary_leaves():
+    q, angle = torch.randn(3, 16), torch.randn(5)
+    out = torch.empty(3, 16)
+    kernels.turn(
+        q.flatten().numpy(), angle.cos().numpy(), angle.sin().numpy(), np.float32(2), out.numpy()
+    )
+    wanted = rotate(q[None, :, None], angle.cos()[None, None], angle.sin()[None, None])
+    torch.testing.assert_close(out, 2 * wanted[0, :, 0])
+
+
+def attention(q, keys, values, mask):
+    """What the kernels should give: q [N D] scaled, keys and values [K S D], mask [S]."""
+    groups = len(q) // len(keys)
+    scores = (q.view(len(keys), groups, -1) @ keys.float().mT).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ values.float()).flatten(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("N, K", [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("team", [1, 2, 5])
+def test_attention_in_parts(dtype, N, K, team):
+    torch.manual_seed(team)
+    S, D = 13, 8
+    q, keys, values = 3 * torch.randn(N, D), torch.randn(K, 20, D), torch.randn(K, 20, D)
+    keys, values, mask = keys.to(dtype), values.to(dtype), torch.rand(20) < 0.5
+    keys[:, ~mask] = 1e30  # a hidden slot may hold any finite number
+    top, total, mixed = torch.empty(team, N), torch.empty(team, N), torch.empty(team, N, D)
+    scores, out = np.full((N, S), 7, np.float32), torch.empty(N * D)
+    for me in range(team):
+        parts = (x[me].numpy() for x in (top, total, mixed))
+        cached = as_array(keys), as_array(values), mask.numpy()
+        kernels.attend(q.numpy(), *cached, *share(S, me, team), scores, *parts)
+    kernels.finish(top.numpy(), total.numpy(), mixed.numpy(), out.numpy())
+    wanted = attention(q, keys[:, :S], values[:, :S], mask[:S])
+    torch.testing.assert_close(out.view(N, D), wanted)
+
+
+def test_attention_that_sees_nothing_gives_zero_and_nan_stays_nan():
+    q, keys, values = torch.randn(2, 4), torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    top, total, mixed = torch.empty(1, 2), torch.empty(1, 2), torch.empty(1, 2, 4)
+    scores, out = np.empty((2, 3), np.float32), torch.empty(8)
+
+    def run(mask):
+        parts = (x[0].numpy() for x in (top, total, mixed))
+        cached = keys.numpy(), values.numpy(), np.array(mask)
+        kernels.attend(q.numpy(), *cached, 0, 3, scores, *parts)
+        kernels.finish(top.numpy(), total.numpy(), mixed.numpy(), out.numpy())
+        return out
+
+    assert (run([False] * 3) == 0).all()
+    keys[0, 1] = torch.nan
+    assert run([True] * 3).isnan().all()
+    keys[:] = torch.nan
+    assert run([True] * 3).isnan().all(), "all scores NaN: not the same as nothing to see"
+
+
+@pytest.mark.parametrize("T, S, block", [(1, 1, 4), (7, 7, 3), (5, 12, 2), (9, 9, 128)])
+def test_attention_of_many(T, S, block):
+    torch.manual_seed(T)
+    q, keys, values = torch.randn(T, 6, 8), torch.randn(2, S, 8), torch.randn(2, S, 8)
+    mask = torch.arange(S) <= torch.arange(S - T, S)[:, None]
+    mask[T // 2] = False  # padding
+    out = attend_many(q, keys, values, mask, team_of(2), block)
+    wanted = torch.stack([attention(q[t], keys, values, mask[t]) for t in range(T)])
+    torch.testing.assert_close(out.view(T, 6, 8), wanted)
+
+
+def test_gate_and_softmax_rows():
+    gate, up = torch.randn(5, 9) * 30, torch.randn(5, 9)
+    wanted = torch.nn.functional.silu(gate) * up
+    team_of(2).run(kernels.gate_rows, gate.numpy(), up.numpy())
+    torch.testing.assert_close(gate, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_matmul_in_blocks(dtype, biased, monkeypatch):
+    monkeypatch.setattr("llm_engine.prefill.LINES", 4)
+    linear = torch.nn.Linear(6, 11, bias=biased).to(dtype).requires_grad_(False)
+    x, into = torch.randn(3, 6), torch.randn(3, 11)
+    wanted = torch.nn.functional.linear(x, linear.weight.float()) + (
+        linear.bias.float() if biased else 0
+    )
+    torch.testing.assert_close(matmul(x, linear), wanted)
+    torch.testing.assert_close(matmul(x, linear, into=into.clone()), into + wanted)
+
+
+@kernels.kernel
+def _relay(me, team, arrivals, expected, places):
+    for turn in range(1, len(places)):
+        places[turn, me] = places[turn - 1].sum() % 1000 + me
+        expected = kernels.meet(arrivals, expected + team)
+
+
+def relayed(turns, team):
+    places = np.zeros((turns, team), np.int64)
+    for turn in range(1, turns):
+        places[turn] = places[turn - 1].sum() % 1000 + np.arange(team)
+    return places
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_nobody_starts_before_all_are_done(size):
+    team = Team(size)
+    for _ in range(5):
+        places = np.zeros((30, size), np.int64)
+        team.run(_relay, places)
+        np.testing.assert_array_equal(places, relayed(30, size))
+
+
+def test_callers_in_several_threads_take_turns():
+    wrong = []
+
+    def call():
+        for _ in range(5):
+            places = np.zeros((20, 2), np.int64)
+            team_of(2).run(_relay, places)
+            if not np.array_equal(places, relayed(20, 2)):
+                wrong.append(places)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_team_survives_a_call_that_cannot_be_compiled():
+    team = Team(2)
+    with pytest.raises(Exception, match="relay|object"):
+        team.run(_relay, object())
+    places = np.zeros((5, 2), np.int64)
+    team.run(_relay, places)
+    np.testing.assert_array_equal(places, relayed(5, 2))
+
+
+def test_roofline_bounds():
+    machine = Machine(bytes_per_second=10.0, flops_per_second=40.0)
+    assert [machine.bound(i) for i in (0.5, 4, 100)] == [5, 40, 40]
+    assert machine.seconds(flops=80, size=10) == 2 and machine.seconds(flops=1, size=30) == 3
+    assert read_bandwidth(megabytes=8, rounds=1) > 1e6 and matmul_speed(64, rounds=1) > 1e6
+
+
+def test_bandwidth_without_numba(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llm_engine.kernels", None)
+    assert read_bandwidth(megabytes=8, rounds=1) > 1e6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_token_bytes(tied):
+    config = ModelConfig("llama", 50, 24, 40, 2, 6, 2, 4, 64, tie_word_embeddings=tied)
+    model = Transformer(config)
+    numbers = sum(p.numel() for p in model.parameters()) - (0 if tied else 49 * 24)
+    assert token_bytes(model, 0) == 4 * numbers
+    assert token_bytes(model, 5) == 4 * numbers + 5 * 2 * 2 * 2 * 4 * 4
+    assert token_bytes(model.bfloat16(), 5) * 2 == 4 * numbers + 5 * 2 * 2 * 2 * 4 * 4
