@@ -247,9 +247,9 @@ def spread(*values):
 
 
 def test_ratios_are_taken_round_by_round():
-    """Both half as fast in one round: the ratio does not change, the ratio of the medians would."""
-    ours, peer = spread(30.0, 60.0, 66.0), spread(20.0, 40.0, 44.0)
-    assert report.ratio(ours, peer).values == [1.5, 1.5, 1.5]
+    """The second round is slow for both, the third for one of them: the medians alone would say 1.0."""
+    ours, peer = spread(60.0, 30.0, 40.0), spread(40.0, 20.0, 50.0)
+    assert report.ratio(ours, peer) == (1.5, 0.8, 1.5, [1.5, 1.5, 0.8])
 
 
 def test_the_better_way_to_decode_is_reported():
