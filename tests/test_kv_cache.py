@@ -690,6 +690,23 @@ def test_the_context_can_be_filled_to_the_last_position_and_no_further(kind, loo
     assert_close(feed(ids[-1:], cache, CONTEXT - 1), uncached(ids)[-1:])
 
 
+def test_on_a_device_the_context_counts_also_where_there_is_room_for_more():
+    cache = StaticCache(config(), 1, "cpu", torch.float32, capacity=CONTEXT + 10)
+    cache._may_look = False
+    feed(random_ids(CONTEXT, V), cache)
+    with pytest.raises(CacheError, match=f"position {CONTEXT} is outside"):
+        logits_of(single([1], CONTEXT), cache)
+
+
+@pytest.mark.parametrize("back", [3, torch.tensor([3])])
+@pytest.mark.parametrize("look", [True, False], ids=["cpu", "as on a gpu"])
+def test_after_a_rollback_no_more_slots_are_handed_out_than_before(look, back):
+    cache = make("growing", look=look)
+    feed(random_ids(20, V), cache)
+    cache.truncate(back)
+    assert cache.stage(single([1], 3)).used == 4
+
+
 def test_a_small_static_cache_says_what_fits():
     cache = StaticCache(config(), 1, "cpu", torch.float32, capacity=8)
     feed(random_ids(8, V), cache)
