@@ -26,7 +26,7 @@ __all__ = [
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -404,6 +404,8 @@ class Engine:
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         self.cache_factory = pick(CACHES, cache)
         self.runner = pick(RUNNERS, runner)(model)
+        # a runner may want things set up in its own way while a step lasts
+        self._around_step = getattr(self.runner, "around_step", nullcontext)
         self.decoder = pick(DECODERS, decoder)
         self.prefill_chunk = prefill_chunk
         self.eos_ids = frozenset(self.config.eos_token_ids) | frozenset(tokenizer.eos_ids)
@@ -524,7 +526,8 @@ class Engine:
         begin = time.perf_counter()
         if request.cache is None:
             request.cache = self.new_cache()
-        chunk = request.take(self.decoder(self, request))
+        with self._around_step():
+            chunk = request.take(self.decoder(self, request))
         request.step_seconds.append(time.perf_counter() - begin)
         return chunk._replace(completion=request.completion()) if chunk.finish_reason else chunk
 

@@ -2,12 +2,15 @@
 
 __all__ = [
     "KINDS",
+    "ONE_THREAD",
     "PARTS",
     "NumbaRunner",
+    "OneThread",
     "layer_modules",
     "scratch",
     "tokens_of",
     "translated",
+    "use_huge_pages",
     "weight_line",
     "weight_lines",
     "why_not",
@@ -15,7 +18,12 @@ __all__ = [
 
 
 # %% chapters/22_memory_wall.ipynb #numba-runner-imports
+import ctypes
 import logging
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +38,9 @@ from llm_engine.ffn import FeedForward
 from llm_engine.kernels import Scratch, Team, Tokens, Weights, team_of
 from llm_engine.kv_cache import SlotCache
 from llm_engine.norm import RMSNorm
-from llm_engine.prefill import as_array, matmul, prefill
+from llm_engine.prefill import as_array, prefill
 from llm_engine.runners import hook_tables
-from llm_engine.transformer import TorchRunner, Transformer, check_rows
+from llm_engine.transformer import Block, TorchRunner, Transformer, check_rows
 
 
 # %% chapters/22_memory_wall.ipynb #as-array
@@ -50,6 +58,28 @@ def weight_line(module: nn.Module) -> list[int]:
         weight.shape[0],
         weight.shape[-1],
     ]
+
+
+# %% chapters/22_memory_wall.ipynb #huge-pages
+def use_huge_pages(parameters: Iterable[Tensor]) -> None:
+    """Ask Linux to keep these weights in pages of 2 MB instead of 4 KB, where they are; elsewhere nothing happens.
+
+    A core remembers where only some thousand pages lie. With small ones it must look up a new place every 4 KB.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    page, collapse = (
+        2 << 20,
+        25,
+    )  # MADV_COLLAPSE, Linux 6.1; older ones refuse, and then all stays as it is
+    spans = {p.data_ptr() // page: -(-(p.data_ptr() + p.nbytes) // page) for p in parameters}
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for first, last in spans.items():
+        for number in range(
+            first, last
+        ):  # one by one: a page that reaches into memory of nobody is refused
+            madvise(number * page, page, collapse)
 
 
 # %% chapters/22_memory_wall.ipynb #layer-modules
@@ -74,6 +104,9 @@ def why_not(model: nn.Module) -> str | None:
     """Why the kernels cannot run this model, or None if they can."""
     if type(model) is not Transformer:
         return f"they know the plain Transformer, not {type(model).__name__}"
+    for block in model.layers:
+        if type(block) is not Block:
+            return f"they know Llama's Block, not {type(block).__name__}"
     # The kernels read weights by address, so each module must be exactly what they take it for.
     for name, module in model.named_modules():
         known = PARTS.get(name.rpartition(".")[2])
@@ -87,10 +120,9 @@ def why_not(model: nn.Module) -> str | None:
             return f"the weights are {weight.dtype}; they read float32 and bfloat16"
         if not weight.is_contiguous():
             return "a weight is not contiguous in memory"
-    first = model.layers[0].attn
-    for block in model.layers:
-        if (block.attn.window, block.attn.sinks) != (first.window, first.sinks):
-            return "layers have different attention windows"
+    alike = {(a.window, a.sinks, a.scale, a.head_dim) for a in (b.attn for b in model.layers)}
+    if len(alike) > 1:
+        return "layers differ in their attention window or scale"
     if model.config.hidden_act not in ("silu", "swish"):
         return f"the activation is {model.config.hidden_act}; they have silu"
     return None
@@ -125,12 +157,52 @@ def tokens_of(
 
 
 # %% chapters/22_memory_wall.ipynb #numba-runner
+class OneThread:
+    """While anyone is inside, torch works with one thread. Entering gives the number it had before.
+
+    After a parallel operation torch's threads spin for a while, waiting for the next one, on the very cores that the team
+    needs. Operations between the kernels are so small that a second thread is no help to them anyway.
+    """
+
+    def __init__(self):
+        self._inside, self._threads, self._lock = 0, 1, threading.Lock()
+
+    def __enter__(self) -> int:
+        with self._lock:
+            if not self._inside:
+                self._threads = torch.get_num_threads()
+                torch.set_num_threads(1)
+            self._inside += 1
+            return self._threads
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.set_num_threads(self._threads)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """All threads again, for a pass that torch makes."""
+        inside = self._inside > 0
+        if inside:
+            torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            if inside:
+                torch.set_num_threads(1)
+
+
+ONE_THREAD = OneThread()
+
+
 class NumbaRunner:
     """Runs a Llama model on the CPU by the kernels of this chapter: a few tokens by `decode`, many by `prefill`.
 
     Activations are float32 whatever the weights are. `max_rows`: so many tokens at most (B * T) go to `decode`. What the
     kernels do not do, a cache without slots or a model with hooks, the torch runner does. As many threads as
-    `torch.get_num_threads()` says. Raises `ValueError` for a model that `why_not` names a reason against.
+    `torch.get_num_threads()` says. Weights may be changed in place or moved; after modules were exchanged, make a new runner. Raises `ValueError` for a model that `why_not` names a reason against.
     """
 
     def __init__(self, model: Transformer, max_rows: int = 8):
@@ -139,15 +211,23 @@ class NumbaRunner:
         self.model, self.max_rows = model, max_rows
         self.torch = TorchRunner(model)
         self._hooks = hook_tables(model)
-        holders = [m for block in model.layers for m in layer_modules(block)]
-        self._holders = [m._parameters for m in (*holders, model.norm, model.lm_head)]
-        self._addresses: list[int] = []
+        modules = [m for block in model.layers for m in layer_modules(block)]
+        self._holders = [m._parameters for m in (*modules, model.norm, model.lm_head)]
+        self._known: list[tuple] = []
+        self._landmarks: list[Tensor] = []
+        self._places: list[int] = []
+        self._noted = False
         self._room: Scratch | None = None
         self._computed = 0
 
     @property
     def positions_computed(self) -> int:
+        """Tokens that went through the layers so far, padding not counted."""
         return self._computed + self.torch.positions_computed
+
+    def around_step(self) -> AbstractContextManager:
+        """What the engine does between two passes is small, and quickest on one thread: see `OneThread`."""
+        return ONE_THREAD
 
     @torch.no_grad()
     def logits(
@@ -155,52 +235,65 @@ class NumbaRunner:
     ) -> Float[Tensor, "B R V"]:
         """See `TorchRunner.logits`; logits come in float32."""
         if not self._can(cache):
-            return self.torch.logits(batch, cache, rows)
+            with ONE_THREAD.lifted():
+                return self.torch.logits(batch, cache, rows)
         check_rows(batch, rows)
-        self._computed += int((batch.pos >= 0).sum())
-        weights = self._weights()
-        stage = cache.stage(batch)
-        team = team_of(torch.get_num_threads())
-        keys, values = (x[..., : stage.used, :] for x in (cache.keys, cache.values))
-        tokens = tokens_of(self.model, batch, stage.slots, cache.pos[:, : stage.used])
-        x = self.model.embed(batch.ids).flatten(0, 1).float()
-        picked = (rows + torch.arange(len(rows))[:, None] * batch.ids.shape[1]).flatten()
-        if not translated(kernels.decode):
+        if not self._noted and not translated(kernels.decode):
             _log.info("note: translating the kernels to machine code, once on this machine")
-        if max(len(x), len(picked)) <= self.max_rows:
-            logits = self._decode(weights, x, tokens, cache, picked, team)
-        else:
-            x = prefill(self.model, weights, x, tokens, keys, values, team)
-            logits = matmul(self.model.norm(x[picked]).float(), self.model.lm_head)
+        self._noted = True
+        with ONE_THREAD as threads:
+            logits = self._run(batch, cache, rows, team_of(threads))
+        self._computed += int((batch.pos >= 0).sum())
         return logits.view(*rows.shape, self.model.config.vocab_size)
 
-    def _decode(self, weights, x, tokens, cache, picked, team):
-        logits = torch.empty(len(picked), self.model.config.vocab_size)
-        attn = self.model.layers[0].attn
-        team.run(
-            kernels.decode,
-            weights,
-            np.float32(self.model.config.rms_norm_eps),
-            np.float32(attn.scale),
-            x.numpy(),
-            tokens,
-            as_array(cache.keys),
-            as_array(cache.values),
-            self._scratch(team, tokens.mask.shape[1]),
-            picked.numpy(),
-            logits.numpy(),
-        )
+    def _run(self, batch: Batch, cache: SlotCache, rows: Tensor, team: Team) -> Tensor:
+        model, weights, stage = self.model, self._weights(), cache.stage(batch)
+        eps = np.float32(model.config.rms_norm_eps)
+        tokens = tokens_of(model, batch, stage.slots, cache.pos[:, : stage.used])
+        x = model.embed(batch.ids).flatten(0, 1).float()
+        picked = (rows + torch.arange(len(rows))[:, None] * batch.ids.shape[1]).flatten().numpy()
+        logits = torch.empty(len(picked), model.config.vocab_size)
+        if max(len(x), len(picked)) <= self.max_rows:
+            scale, room = np.float32(model.layers[0].attn.scale), self._scratch(team, stage.used)
+            cached = as_array(cache.keys), as_array(cache.values)
+            team.run(
+                kernels.decode,
+                *(weights, eps, scale, x.numpy(), tokens, *cached, room, picked, logits.numpy()),
+            )
+        else:
+            cached = (part[..., : stage.used, :] for part in (cache.keys, cache.values))
+            prefill(model, weights, x, tokens, *cached, team)
+            room = np.empty((team.size, len(picked), x.shape[1]), np.float32)
+            team.run(kernels.read_out, weights, eps, x.numpy(), picked, room, logits.numpy())
         return logits
 
     def _can(self, cache: Cache) -> bool:
         return isinstance(cache, SlotCache) and cache.keys.dtype in KINDS and not any(self._hooks)
 
     def _weights(self) -> Weights:
-        """The table of addresses, made anew when a weight has moved (`model.to(...)` does that)."""
-        addresses = [holder["weight"].data_ptr() for holder in self._holders]
-        if addresses != self._addresses:
-            self._table, self._addresses = weight_lines(self.model), addresses
+        """The table of addresses, made anew when weights have been replaced or have moved."""
+        if not self._unchanged():
+            if (reason := why_not(self.model)) is not None:
+                raise ValueError(
+                    f"runner='numba' can no longer run this model: {reason}. Make a new engine"
+                )
+            self._known = [(h, name, w) for h in self._holders for name, w in h.items()]
+            self._landmarks = [b.attn_norm.weight for b in self.model.layers] + [
+                self.model.norm.weight
+            ]
+            self._places = [w.data_ptr() for w in self._landmarks]
+            use_huge_pages(w for holder in self._holders for w in holder.values() if w is not None)
+            self._table = weight_lines(self.model)
         return self._table
+
+    def _unchanged(self) -> bool:
+        """Are all weights those of the table, and where they were? A move (`to`, `bfloat16`) takes whole layers along."""
+        places = [w.data_ptr() for w in self._landmarks]
+        return (
+            bool(places)
+            and places == self._places
+            and all(h[name] is w for h, name, w in self._known)
+        )
 
     def _scratch(self, team: Team, slots: int) -> Scratch:
         if (

@@ -12,7 +12,8 @@ from llm_engine import kernels
 from llm_engine.config import ModelConfig
 from llm_engine.kernels import Team, share, team_of
 from llm_engine.norm import RMSNorm
-from llm_engine.prefill import as_array, attend_many, matmul
+from llm_engine.numba_runner import ONE_THREAD, use_huge_pages
+from llm_engine.prefill import Widened, as_array, attend_block, divide, matmul
 from llm_engine.roofline import Machine, matmul_speed, read_bandwidth, token_bytes
 from llm_engine.rope import rotate
 from llm_engine.transformer import Transformer
@@ -174,35 +175,86 @@ def test_attention_that_sees_nothing_gives_zero_and_nan_stays_nan():
     assert run([True] * 3).isnan().all(), "all scores NaN: not the same as nothing to see"
 
 
-@pytest.mark.parametrize("T, S, block", [(1, 1, 4), (7, 7, 3), (5, 12, 2), (9, 9, 128)])
-def test_attention_of_many(T, S, block):
+@pytest.mark.parametrize("T, S", [(1, 1), (7, 7), (5, 12), (9, 9)])
+def test_attention_of_a_block(T, S):
     torch.manual_seed(T)
     q, keys, values = torch.randn(T, 6, 8), torch.randn(2, S, 8), torch.randn(2, S, 8)
     mask = torch.arange(S) <= torch.arange(S - T, S)[:, None]
     mask[T // 2] = False  # padding
-    out = attend_many(q, keys, values, mask, team_of(2), block)
+    keys[:, ~mask.any(0)] = 1e30
+    out = attend_block(q, keys, values, mask)
     wanted = torch.stack([attention(q[t], keys, values, mask[t]) for t in range(T)])
     torch.testing.assert_close(out.view(T, 6, 8), wanted)
 
 
-def test_gate_and_softmax_rows():
+@given(st.integers(1, 4), st.integers(1, 600), st.integers(1, 4))
+def test_pieces_cover_every_token_once_and_share_the_looking_back(B, T, team):
+    pieces = divide(B, T, team)
+    assert len(pieces) == team
+    tokens = sorted(t for mine in pieces for p in mine for t in range(p.first, p.last))
+    assert tokens == list(range(B * T))
+    assert all(p.row * T <= p.first < p.last <= (p.row + 1) * T for mine in pieces for p in mine)
+    if T >= 200 and B == 1:
+        work = [sum(p.last**2 - p.first**2 for p in mine) for mine in pieces]
+        assert max(work) < 1.4 * min(work)
+
+
+def test_gate():
     gate, up = torch.randn(5, 9) * 30, torch.randn(5, 9)
-    wanted = torch.nn.functional.silu(gate) * up
-    team_of(2).run(kernels.gate_rows, gate.numpy(), up.numpy())
+    wanted = gate.clone()
+    wanted[:, 2:8] = (torch.nn.functional.silu(gate) * up)[:, 2:8]
+    kernels.gated(gate.numpy(), up.numpy(), 2, 8)
     torch.testing.assert_close(gate, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-def test_matmul_in_blocks(dtype, biased, monkeypatch):
-    monkeypatch.setattr("llm_engine.prefill.LINES", 4)
+def test_matmul(dtype, biased):
     linear = torch.nn.Linear(6, 11, bias=biased).to(dtype).requires_grad_(False)
     x, into = torch.randn(3, 6), torch.randn(3, 11)
-    wanted = torch.nn.functional.linear(x, linear.weight.float()) + (
-        linear.bias.float() if biased else 0
-    )
+    bias = linear.bias.float() if biased else None
+    wanted = torch.nn.functional.linear(x, linear.weight.float(), bias)
     torch.testing.assert_close(matmul(x, linear), wanted)
+    torch.testing.assert_close(matmul(x, linear, linear.weight.float()), wanted)
     torch.testing.assert_close(matmul(x, linear, into=into.clone()), into + wanted)
+
+
+def test_widened_by_a_team():
+    layer = [torch.nn.Linear(6, n, bias=False).bfloat16().requires_grad_(False) for n in (11, 3)]
+    wide = Widened(layer)
+    first, *_ = (wide.of(0, layer, me, 3) for me in range(3))
+    for found, linear in zip(first, layer, strict=True):
+        assert torch.equal(found, linear.weight.float())
+    second = wide.of(1, layer, 0, 1)
+    assert second[0].data_ptr() != first[0].data_ptr(), "the next layer must not overwrite this one"
+    same = [torch.nn.Linear(6, 4)]
+    assert Widened(same).of(0, same, 0, 1)[0] is same[0].weight
+
+
+def test_huge_pages_change_no_number():
+    weights = [torch.randn(3_000_000), torch.randn(5), torch.randn(700, 1000)]
+    before = [w.clone() for w in weights]
+    use_huge_pages(weights)
+    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+
+
+def test_one_thread_inside_and_the_old_number_after():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ONE_THREAD as threads:
+            assert threads == 3 and torch.get_num_threads() == 1
+            with ONE_THREAD as inner:
+                assert inner == 3 and torch.get_num_threads() == 1
+            with ONE_THREAD.lifted():
+                assert torch.get_num_threads() == 3
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+        with pytest.raises(KeyError), ONE_THREAD:
+            raise KeyError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @kernels.kernel
@@ -246,12 +298,29 @@ def test_callers_in_several_threads_take_turns():
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
-def test_a_team_survives_a_call_that_cannot_be_compiled():
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_team_survives_an_error(who):
+    """Whoever waits for the worker that failed is let go, the error reaches the caller, and the next run is right."""
     team = Team(2)
-    with pytest.raises(Exception, match="relay|object"):
-        team.run(_relay, object())
+
+    def fail(me, team, arrivals, expected):
+        if me == who:
+            raise MemoryError("no more")
+        kernels.meet(arrivals, expected + team)
+
+    for _ in range(3):
+        with pytest.raises(MemoryError, match="no more"):
+            team.run(fail)
+        places = np.zeros((5, 2), np.int64)
+        team.run(_relay, places)
+        np.testing.assert_array_equal(places, relayed(5, 2))
+
+
+def test_a_call_that_cannot_be_translated_is_an_error():
+    with pytest.raises(Exception, match="object|pyobject"):
+        team_of(2).run(_relay, object())
     places = np.zeros((5, 2), np.int64)
-    team.run(_relay, places)
+    team_of(2).run(_relay, places)
     np.testing.assert_array_equal(places, relayed(5, 2))
 
 

@@ -16,7 +16,7 @@ from llm_engine.kv_cache import CacheError
 from llm_engine.numba_runner import NumbaRunner, why_not
 from llm_engine.sampler import SamplingParams
 from llm_engine.trace import Trace
-from llm_engine.transformer import RUNNERS, TorchRunner, Transformer
+from llm_engine.transformer import RUNNERS, Block, TorchRunner, Transformer
 from llm_engine.verify import side_by_side
 
 VARIANTS = {
@@ -230,10 +230,35 @@ def test_weights_that_change_or_move_are_noticed():
     model.bfloat16()
     wanted = feed(NumbaRunner(model), model, IDS, [4])
     assert torch.equal(feed(runner, model, IDS, [4]), wanted)
-    model.float()
+    model.layers[2].float()
+    wanted = feed(TorchRunner(model.float()), model, IDS, [4])
+    torch.testing.assert_close(feed(runner, model, IDS, [4]), wanted)
     model.layers[0].attn.q_proj.weight = torch.nn.Parameter(torch.zeros(48, 48), False)
     wanted = feed(TorchRunner(model), model, IDS, [4])
     torch.testing.assert_close(feed(runner, model, IDS, [4]), wanted)
+
+
+def test_a_model_that_became_unfit_is_refused():
+    model = make()
+    runner = NumbaRunner(model)
+    feed(runner, model, IDS, [4])
+    model.half()
+    with pytest.raises(ValueError, match="no longer run this model.*float16"):
+        runner.logits(single(IDS[:4]), new_cache(model, dtype=torch.float32), torch.tensor([[3]]))
+
+
+def test_threads_are_as_they_were(default_folder):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = Engine.from_pretrained(default_folder, device="cpu")
+        seen = []
+        watch = lambda logits, context: (seen.append(torch.get_num_threads()), logits)[1]  # noqa: E731
+        for _ in engine.stream("One two", SamplingParams(max_new_tokens=2, processors=(watch,))):
+            assert torch.get_num_threads() == 2
+        assert seen == [1, 1]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_nan_is_not_hidden():
@@ -265,6 +290,10 @@ def swap(path, module):
     return change
 
 
+class Parallel(Block):
+    """A block whose modules have the usual names, but which computes something else."""
+
+
 class Odd(torch.nn.Linear):
     pass
 
@@ -276,12 +305,14 @@ class Odd(torch.nn.Linear):
         (swap("layers.1.attn.q_proj", Odd(48, 48)), r"layers\.1\.attn\.q_proj is a Odd"),
         (swap("layers.0.attn.k_norm", torch.nn.LayerNorm(8)), "k_norm is a LayerNorm"),
         (swap("norm", torch.nn.LayerNorm(48)), "norm is a LayerNorm"),
-        (lambda m: setattr(m.layers[1].attn, "window", 4), "different attention windows"),
+        (lambda m: setattr(m.layers[1].attn, "window", 4), "differ in their attention window"),
         (
             lambda m: setattr(m.layers[0].ffn.up_proj, "weight", torch.nn.Parameter(torch.randn(48, 80).T)),
             "not contiguous",
         ),
         (lambda m: m.to("meta"), "meta"),
+        (lambda m: setattr(m.layers[2].attn, "scale", 1.0), "attention window or scale"),
+        (lambda m: m.layers.append(Parallel(m.config, 3)), "Block, not Parallel"),
     ],
 )  # fmt: skip
 def test_models_that_the_kernels_cannot_run_are_named(change, reason, caplog):
