@@ -71,7 +71,7 @@ class ConcatCache:
             return
         for layer, kv in self.joined.items():
             self.kept[layer] = kv if keep is None else self._pick(kv, keep)
-        self.seen = (self.kept[layer].pos >= 0).sum(1)
+        self.seen = (next(iter(self.kept.values())).pos >= 0).sum(1)
         self.joined = {}
 
     def _pick(self, kv: KV, keep: Int[Tensor, "B kept"]) -> KV:
@@ -162,14 +162,12 @@ class StaticCache:
             config.num_key_value_heads,
             config.head_dim,
         )
-        self._used = (
-            0  # no row has more tokens than this (on the CPU: the fullest row has just so many)
-        )
+        # No row has more tokens than this; on the CPU the fullest row has just so many.
+        self._used = 0
         self._batch: Batch | None = None  # what is staged
         self._stage: Stage | None = None
-        self._start: int | None = (
-            None  # first new slot, where all rows are alike and have no padding
-        )
+        # The first new slot, where all rows are alike and have no padding.
+        self._start: int | None = None
         self._after = 0  # `_used` after the commit
         self._views: tuple | None = None  # cut once for all layers of a pass
         with torch.inference_mode(False):  # such tensors may be written to in any mode
@@ -338,10 +336,10 @@ class StaticCache:
         """Roll back to `seen` tokens, for all rows or for each its own. Nothing is erased but positions."""
         # What is staged is dropped. `seen` may shrink, never grow, and stays the same tensor. Then enter the positions
         # that are left (`_enter_positions`), and set `_used` to the largest length that is left.
-        self._close()
         limit = torch.as_tensor(seen, device=self.seen.device)
         if int(limit.min()) < 0:
             raise CacheError(f"cannot roll back to {int(limit.min())} tokens")
+        self._close()
         self.seen.copy_(torch.minimum(self.seen, limit))
         self._enter_positions()
         self._used = int(self.seen.max())
@@ -349,7 +347,7 @@ class StaticCache:
 
 # %% chapters/20_kv_cache.ipynb #growing-cache
 def grown(tokens: int, context: int) -> int:
-    """A capacity that holds `tokens`: one less than a power of two, as one slot more is for padding; at most the context."""
+    """A capacity that holds `tokens`: one less than a power of two, as one slot more is for padding; at most the context, unless `tokens` is more."""
     return max(tokens, min(context, max(16, 1 << tokens.bit_length()) - 1))
 
 

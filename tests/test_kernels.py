@@ -13,7 +13,7 @@ from llm_engine.config import ModelConfig
 from llm_engine.kernels import Team, share, team_of
 from llm_engine.norm import RMSNorm
 from llm_engine.numba_runner import ONE_THREAD, use_huge_pages
-from llm_engine.prefill import Widened, as_array, attend_block, divide, matmul
+from llm_engine.prefill import Widened, as_array, attend_block, by_numpy, by_torch, divide, matmul, quickest_product
 from llm_engine.roofline import Machine, matmul_speed, read_bandwidth, token_bytes
 from llm_engine.rope import rotate
 from llm_engine.transformer import Transformer
@@ -211,12 +211,16 @@ def test_gate():
 @pytest.mark.parametrize("biased", [False, True])
 def test_matmul(dtype, biased):
     linear = torch.nn.Linear(6, 11, bias=biased).to(dtype).requires_grad_(False)
-    x, into = torch.randn(3, 6), torch.randn(3, 11)
+    x = torch.randn(3, 6)
     bias = linear.bias.float() if biased else None
     wanted = torch.nn.functional.linear(x, linear.weight.float(), bias)
-    torch.testing.assert_close(matmul(x, linear), wanted)
-    torch.testing.assert_close(matmul(x, linear, linear.weight.float()), wanted)
-    torch.testing.assert_close(matmul(x, linear, into=into.clone()), into + wanted)
+    torch.testing.assert_close(matmul(x, linear.weight.float(), bias), wanted)
+
+
+def test_both_products_are_the_same_product():
+    a, b = torch.randn(2, 7, 5), torch.randn(2, 6, 5)
+    torch.testing.assert_close(by_numpy(a, b.mT), by_torch(a, b.mT))
+    assert quickest_product() in (by_torch, by_numpy)
 
 
 def test_widened_by_a_team():
