@@ -67,8 +67,10 @@ def read_bandwidth(megabytes: int = 512, rounds: int = 7) -> float:
     numbers = torch.ones(megabytes * 1_000_000 // 4)
     try:
         from llm_engine.kernels import read_all, team_of
+        from llm_engine.numba_runner import use_huge_pages
     except ImportError:
         return numbers.nbytes / _best(numbers.sum, rounds)
+    use_huge_pages([numbers])
     team = team_of(torch.get_num_threads())
     sums = torch.zeros(team.size).numpy()
     return numbers.nbytes / _best(lambda: team.run(read_all, numbers.numpy(), sums), rounds)

@@ -13,7 +13,16 @@ from llm_engine.config import ModelConfig
 from llm_engine.kernels import Team, share, team_of
 from llm_engine.norm import RMSNorm
 from llm_engine.numba_runner import ONE_THREAD, use_huge_pages
-from llm_engine.prefill import Widened, as_array, attend_block, by_numpy, by_torch, divide, matmul, quickest_product
+from llm_engine.prefill import (
+    Widened,
+    as_array,
+    attend_block,
+    by_numpy,
+    by_torch,
+    divide,
+    matmul,
+    quickest_product,
+)
 from llm_engine.roofline import Machine, matmul_speed, read_bandwidth, token_bytes
 from llm_engine.rope import rotate
 from llm_engine.transformer import Transformer
