@@ -163,8 +163,8 @@ def test_a_tree_of_the_wrong_size_is_refused():
         run(model, batch, [[2]])
 
 
-def test_torch_runner_is_a_runner_and_the_default():
-    assert RUNNERS[RUNNERS.default] is TorchRunner
+def test_torch_runner_is_a_runner_and_known_by_name():
+    assert RUNNERS["torch"] is TorchRunner
     assert isinstance(TorchRunner(build()), Runner)
 
 
