@@ -146,6 +146,7 @@ def test_ragged_rows_give_what_each_gives_alone(kind):
     batch = side_by_side(rows)
     last = torch.tensor([[len(row) - 1] for row in rows])
     first = runner.logits(batch, cache, last)
+    assert runner.positions_computed == 2 + 7 + 4, "padding is not counted"
     cache.commit()
     next_ids = torch.tensor([[7], [8], [9]])
     second = runner.logits(Batch(next_ids, cache.seen[:, None].clone()), cache, last * 0)
