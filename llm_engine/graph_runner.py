@@ -50,9 +50,8 @@ def capture(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(
-        side
-    ):  # let libraries allocate what they keep, before anything is recorded
+    # Let libraries allocate what they keep, before anything is recorded.
+    with torch.cuda.stream(side):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)

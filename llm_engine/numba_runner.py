@@ -38,7 +38,7 @@ from llm_engine.ffn import FeedForward
 from llm_engine.kernels import Scratch, Team, Tokens, Weights, team_of
 from llm_engine.kv_cache import SlotCache
 from llm_engine.norm import RMSNorm
-from llm_engine.prefill import as_array, prefill
+from llm_engine.prefill import as_array, linears, prefill
 from llm_engine.runners import hook_tables
 from llm_engine.transformer import Block, TorchRunner, Transformer, check_rows
 
@@ -68,28 +68,21 @@ def use_huge_pages(parameters: Iterable[Tensor]) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    page, collapse = (
-        2 << 20,
-        25,
-    )  # MADV_COLLAPSE, Linux 6.1; older ones refuse, and then all stays as it is
-    spans = {p.data_ptr() // page: -(-(p.data_ptr() + p.nbytes) // page) for p in parameters}
+    # MADV_COLLAPSE, Linux 6.1; older ones refuse, and then all stays as it is
+    page, collapse = 2 << 20, 25
+    spans = [(p.data_ptr() // page, -(-(p.data_ptr() + p.nbytes) // page)) for p in parameters]
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for first, last in spans.items():
-        for number in range(
-            first, last
-        ):  # one by one: a page that reaches into memory of nobody is refused
-            madvise(number * page, page, collapse)
+    # One by one, since a page that reaches into memory of nobody is refused; small weights share one.
+    for number in {number for first, last in spans for number in range(first, last)}:
+        madvise(number * page, page, collapse)
 
 
 # %% chapters/22_memory_wall.ipynb #layer-modules
 def layer_modules(block: nn.Module) -> list[nn.Module]:
     """The modules of a layer that hold weights, in the kernels' order."""
-    attn, ffn = block.attn, block.ffn
-    return [
-        *(block.attn_norm, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj),
-        *(block.ffn_norm, ffn.gate_proj, ffn.up_proj, ffn.down_proj),
-    ]
+    matrices = linears(block)
+    return [block.attn_norm, *matrices[:4], block.ffn_norm, *matrices[4:]]
 
 
 def weight_lines(model: Transformer) -> Weights:

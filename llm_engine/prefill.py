@@ -137,7 +137,7 @@ class Widened:
         if self.room is None:
             return [m.weight for m in layer]
         for wide, linear in zip(self.room[number % 2], layer, strict=True):
-            first, last = len(wide) * me // team, len(wide) * (me + 1) // team
+            first, last = kernels.share(len(wide), me, team)
             wide[first:last].copy_(linear.weight[first:last])
         return self.room[number % 2]
 
@@ -149,7 +149,7 @@ def prefill(
 ) -> None:  # fmt: skip
     """All layers on R new tokens; x is overwritten. Each worker takes its own tokens through every layer.
 
-    The products go to torch, which has one thread in each worker meanwhile. Workers meet twice in a layer: when its
+    The products go to `quickest_product`, on one thread in each worker. Workers meet twice in a layer: when its
     matrices are wide, and when all keys and values are in the cache.
     """
     B = keys.shape[1]
