@@ -136,6 +136,14 @@ RunnerOption = Annotated[
     str | None,
     typer.Option("--runner", rich_help_panel="Machine", help="What computes the model: `torch`, …"),
 ]
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        rich_help_panel="Machine",
+        help="Store the weights with fewer bits while loading: `int8`, `int4`, …",
+    ),
+]
 NumberOption = Annotated[
     int | None,
     typer.Option(
@@ -310,6 +318,7 @@ def generate(
     dtype: DtypeOption = None,
     cache: CacheOption = None,
     runner: RunnerOption = None,
+    quantize: QuantizeOption = None,
 ) -> None:
     """Continue a text, word by word.
 
@@ -329,7 +338,9 @@ def generate(
         frequency_penalty=frequency_penalty, seed=seed, stop=stop, logprobs=logprobs,
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
-    engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache=cache, runner=runner)
+    engine = Engine.from_pretrained(
+        model, device=device, dtype=dtype, cache=cache, runner=runner, quantize=quantize
+    )
     params = request_params(engine, suggested, 64, values)
     ids = text
     if chat_template:
@@ -541,6 +552,7 @@ def chat(
     dtype: DtypeOption = None,
     cache: CacheOption = None,
     runner: RunnerOption = None,
+    quantize: QuantizeOption = None,
 ) -> None:
     """Talk with a model.
 
@@ -551,7 +563,9 @@ def chat(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty, seed=seed,
     )  # fmt: skip
-    engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache=cache, runner=runner)
+    engine = Engine.from_pretrained(
+        model, device=device, dtype=dtype, cache=cache, runner=runner, quantize=quantize
+    )
     params = request_params(engine, suggested, 512, values)
     talk = Chat(engine, system=system, params=params)
     # no template, or one that takes no instructions: better said now than after the first question

@@ -48,7 +48,7 @@ from llm_engine.sampler import (
 )
 from llm_engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from llm_engine.trace import Trace
-from llm_engine.transformer import RUNNERS, TorchRunner, load_model
+from llm_engine.transformer import QUANTIZERS, RUNNERS, TorchRunner, load_model
 from llm_engine.weights import memory_line, open_checkpoint
 
 _log = logging.getLogger("llm_engine")
@@ -419,12 +419,14 @@ class Engine:
     @classmethod
     def from_pretrained(
         cls, name_or_folder: str | Path = DEFAULT_MODEL, *, device: str | torch.device | None = None,
-        dtype: str | torch.dtype | None = None, cache: Any = None, runner: Any = None, **options: Any,
+        dtype: str | torch.dtype | None = None, cache: Any = None, runner: Any = None, quantize: Any = None,
+        **options: Any,
     ) -> "Engine":  # fmt: skip
         """Load a known name, a local folder or a Hub id; what loading will take is logged first.
 
-        device, dtype: see `pick_device` and `pick_dtype`. options: as for `Engine`. Raises `ValueError` for a bad choice
-        before anything is downloaded, and what `resolve`, `load_config` and `load_weights` raise.
+        device, dtype: see `pick_device` and `pick_dtype`. quantize: store the weights with fewer bits, see `load_model`.
+        options: as for `Engine`. Raises `ValueError` for a bad choice before anything is downloaded, and what `resolve`,
+        `load_config` and `load_weights` raise.
         """
         device = pick_device(device)
         pick_dtype(dtype, device)
@@ -434,10 +436,13 @@ class Engine:
             (DECODERS, options.get("decoder")),
         ):
             pick(registry, choice)
+        if isinstance(quantize, str):
+            QUANTIZERS[quantize]
         folder = resolve(name_or_folder)
         dtype = pick_dtype(dtype, device, load_config(folder).dtype)
-        _log.info(memory_line(open_checkpoint(folder), dtype, device))
-        model = load_model(folder, device=device, dtype=dtype)
+        if quantize is None:
+            _log.info(memory_line(open_checkpoint(folder), dtype, device))
+        model = load_model(folder, device=device, dtype=dtype, quantize=quantize)
         tokenizer = Tokenizer.from_folder(folder)
         return cls(model, tokenizer, cache=cache, runner=runner, folder=folder, **options)
 

