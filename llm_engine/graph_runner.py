@@ -122,6 +122,7 @@ class GraphRunner:
             and batch.tree is None
             and rows.numel() > 0
             and isinstance(cache, SlotCache)
+            and cache.keys.is_floating_point()
             and not any(self._hooks)
         )
 

@@ -10,8 +10,12 @@ __all__ = [
     "FFN_NORM",
     "FLOAT32",
     "GATE",
+    "GROUP",
     "KIND",
+    "MORE_KINDS",
+    "OFFSET",
     "ROWS",
+    "SCALE",
     "UP",
     "K",
     "O",
@@ -21,19 +25,23 @@ __all__ = [
     "Tokens",
     "V",
     "Weights",
+    "at_layer",
     "attend",
     "decode",
     "dots",
     "fast_exp",
     "finish",
     "gated",
+    "keep",
     "kernel",
     "meet",
     "narrow",
+    "other_product",
     "product",
     "read_all",
     "read_out",
     "rms_norm",
+    "scale_of",
     "share",
     "softmax_rows",
     "store",
@@ -105,7 +113,10 @@ def _bits_of(context, number):
 
 
 def widen(stored):
-    """A stored number as float32, inside kernels: float32 as it is; uint16 holds the bits of a bfloat16."""
+    """A stored number as float32, inside kernels: float32 as it is; uint16 holds the bits of a bfloat16.
+
+    int8 is a whole number, which stands for something only together with a scale: see `scale_of`.
+    """
     raise NotImplementedError("for use inside kernels only")
 
 
@@ -113,6 +124,8 @@ def widen(stored):
 def _widen(stored):
     if stored == types.uint16:
         return lambda stored: _float_of(np.uint32(stored) << np.uint32(16))
+    if stored == types.int8:
+        return lambda stored: np.float32(stored)
     return lambda stored: stored
 
 
@@ -138,7 +151,8 @@ def _narrow(x, like):
 
 # %% chapters/22_memory_wall.ipynb #weight-table
 FLOAT32, BFLOAT16 = 0, 1  # how a weight is stored
-ADDRESS, BIAS, KIND, ROWS, COLUMNS = range(5)  # one weight is one line of such numbers
+# One weight is one line of such numbers. The last three are for kinds that come with scales (chapter 33).
+ADDRESS, BIAS, KIND, ROWS, COLUMNS, SCALE, OFFSET, GROUP = range(8)
 
 
 @intrinsic
@@ -196,6 +210,24 @@ def share(rows, me, team):
 
 
 # %% chapters/22_memory_wall.ipynb #product
+MORE_KINDS: list[
+    Callable
+] = []  # a later chapter's kernel, called like `product`, for its own kinds
+
+
+def other_product(weight, x, out, add, me, team):
+    """`product` for a kind that is not of this chapter, inside kernels."""
+    raise NotImplementedError("for use inside kernels only")
+
+
+@overload(other_product)
+def _other_product(weight, x, out, add, me, team):
+    if not MORE_KINDS:
+        return lambda weight, x, out, add, me, team: None
+    known = MORE_KINDS[-1]
+    return lambda weight, x, out, add, me, team: known(weight, x, out, add, me, team)
+
+
 @kernel
 def product(weight, x, out, add, me, team):
     """This worker's part of x [R, columns] times a weight of the table, into out [R, rows]: see `dots`."""
@@ -210,6 +242,8 @@ def product(weight, x, out, add, me, team):
         w16 = carray(_pointer(weight[ADDRESS]), (rows, columns), np.uint16)
         bias16 = carray(_pointer(weight[BIAS]), (biases,), np.uint16)
         dots(w16, bias16, x, out, first, last, add)
+    else:
+        other_product(weight, x, out, add, me, team)
 
 
 # %% chapters/22_memory_wall.ipynb #meet
@@ -389,12 +423,22 @@ def turn(x, cos, sin, scale, out):
 
 # %% chapters/22_memory_wall.ipynb #attend
 @kernel
-def attend(q, keys, values, mask, first, last, scores, top, total, mixed):
+def scale_of(scales, k, slot):
+    """What the numbers in a slot of a cache are to be multiplied by: 1, or what `scales` [K, C] says (bfloat16 bits)."""
+    if scales is None:
+        return np.float32(1)
+    return widen(scales[k, slot])
+
+
+@kernel
+def attend(
+    q, keys, values, mask, first, last, scores, top, total, mixed, key_scale=None, value_scale=None
+):
     """One token's attention to slots first..last-1, unfinished, so that workers can divide the slots among them.
 
     q [N, D], turned and scaled; keys, values [K, C, D]; mask [S]. For each query head: the largest score in `top` [N], the sum
     of exp(score - top) in `total` [N], and with these weights the sum of the values in `mixed` [N, D]. scores [N, C]
-    is scratch. `finish` puts the parts together.
+    is scratch. `finish` puts the parts together. A cache of int8 numbers comes with scales, see `scale_of`.
     """
     N, D = q.shape
     groups = N // keys.shape[0]
@@ -407,10 +451,12 @@ def attend(q, keys, values, mask, first, last, scores, top, total, mixed):
                 mixed[n, i] = 0
         for s in range(len(seen)):
             if seen[s]:
+                scale = scale_of(key_scale, k, first + s)
                 for n in heads:
                     score = np.float32(0)
                     for i in range(D):
                         score += q[n, i] * widen(keys[k, first + s, i])
+                    score *= scale
                     scores[n, s] = score
                     if score > top[n]:
                         top[n] = score
@@ -422,9 +468,11 @@ def attend(q, keys, values, mask, first, last, scores, top, total, mixed):
             total[n] = whole
         for s in range(len(seen)):
             if seen[s]:
+                scale = scale_of(value_scale, k, first + s)
                 for n in heads:
+                    weight = scores[n, s] * scale
                     for i in range(D):
-                        mixed[n, i] += scores[n, s] * widen(values[k, first + s, i])
+                        mixed[n, i] += weight * widen(values[k, first + s, i])
 
 
 # %% chapters/22_memory_wall.ipynb #finish
@@ -456,11 +504,11 @@ def finish(top, total, mixed, out):
 
 # %% chapters/22_memory_wall.ipynb #decode
 class Weights(NamedTuple):
-    """Where a model's weights are: lines of ADDRESS, BIAS, KIND, ROWS, COLUMNS."""
+    """Where a model's weights are: lines of the weight table."""
 
-    layers: np.ndarray  # [L, 9, 5]
-    norm: np.ndarray  # [5]
-    head: np.ndarray  # [5]
+    layers: np.ndarray  # [L, 9, 8]
+    norm: np.ndarray  # [8]
+    head: np.ndarray  # [8]
 
 
 ATTN_NORM, Q, K, V, O, FFN_NORM, GATE, UP, DOWN = range(9)  # the weights of a layer
@@ -495,20 +543,51 @@ class Scratch(NamedTuple):
 
 
 @kernel
-def store(tokens, k, v, keys, values, turned, first, last):
+def keep(x, stored, scales, k, slot):
+    """Put one head's numbers x [D] into `stored` [D], a slot of the cache; rounded to int8 if the cache has scales.
+
+    The scale is the smallest bfloat16 with which the largest number becomes at most 127; NaN and infinity make it NaN.
+    """
+    if scales is None:
+        for i in range(len(x)):
+            stored[i] = narrow(x[i], stored[0])
+    else:
+        top, spoiled = np.float32(0), np.float32(0)
+        for i in range(len(x)):
+            top = max(top, abs(x[i]))
+            spoiled += x[i] * np.float32(0)
+        # a bfloat16 is the upper half of a float32: unless the lower half is 0, adding 0xFFFF carries into it
+        bits = _bits_of(top / np.float32(127) + spoiled) + np.uint32(0xFFFF)
+        scales[k, slot] = np.uint16(bits >> np.uint32(16))
+        scale = widen(scales[k, slot])
+        for i in range(len(x)):
+            stored[i] = np.int8(np.rint(x[i] / scale)) if scale > 0 else np.int8(0)
+
+
+@kernel
+def at_layer(scales, layer):
+    """A layer's scales, or None where the cache has none."""
+    if scales is None:
+        return None
+    return scales[layer]
+
+
+@kernel
+def store(tokens, k, v, keys, values, turned, first, last, key_scale=None, value_scale=None):
     """Turn the new keys and put them, with their values, into one layer of the cache, where the slot is in first..last-1.
 
-    k, v [R, K * D]; keys, values [B, K, C, D].
+    k, v [R, K * D]; keys, values [B, K, C, D]; the scales of an int8 cache [B, K, C].
     """
     K, D = keys.shape[1], keys.shape[3]
     for r in range(k.shape[0]):
         slot = tokens.slot[r]
         if first <= slot < last:
             turn(k[r], tokens.cos[r], tokens.sin[r], np.float32(1), turned)
+            b = tokens.row[r]
             for h in range(K):
-                for i in range(D):
-                    keys[tokens.row[r], h, slot, i] = narrow(turned[h, i], keys[0, 0, 0, 0])
-                    values[tokens.row[r], h, slot, i] = narrow(v[r, h * D + i], keys[0, 0, 0, 0])
+                new = v[r][h * D : (h + 1) * D]
+                keep(turned[h], keys[b, h, slot], at_layer(key_scale, b), h, slot)
+                keep(new, values[b, h, slot], at_layer(value_scale, b), h, slot)
 
 
 @kernel
@@ -534,11 +613,12 @@ def read_out(me, team, arrivals, expected, weights, eps, x, rows, room, logits):
 
 @kernel
 def decode(
-    me, team, arrivals, expected, weights, eps, scale, x, tokens, keys, values, room, rows, logits
-):
+    me, team, arrivals, expected, weights, eps, scale, x, tokens, keys, values, room, rows, logits,
+    key_scale=None, value_scale=None,
+):  # fmt: skip
     """A whole model on R tokens x [R, H], as worker `me` of a team; logits [len(rows), V] for `rows` of them.
 
-    keys, values [L, B, K, C, D] take the new tokens in. Each worker does its share of the lines of every weight and of the
+    keys, values [L, B, K, C, D] take the new tokens in, and scales [L, B, K, C] if there are any. Each worker does its share of the lines of every weight and of the
     slots of the cache. What must be complete before anyone goes on is marked by a meeting: five in a layer.
     """
     R = x.shape[0]
@@ -559,13 +639,15 @@ def decode(
         product(weight[K], normed, k, False, me, team)
         product(weight[V], normed, v, False, me, team)
         expected = meet(arrivals, expected + team)
-        store(tokens, k, v, keys[layer], values[layer], turned, first, last)
+        ks, vs = at_layer(key_scale, layer), at_layer(value_scale, layer)
+        store(tokens, k, v, keys[layer], values[layer], turned, first, last, ks, vs)
         for r in range(R):
             turn(q[r], tokens.cos[r], tokens.sin[r], scale, turned)
             cached = tokens.row[r]
             attend(
                 turned, keys[layer, cached], values[layer, cached], tokens.mask[r], first, last,
                 scores, room.top[r, me], room.total[r, me], room.mixed[r, me],
+                at_layer(ks, cached), at_layer(vs, cached),
             )  # fmt: skip
         expected = meet(arrivals, expected + team)
         for r in range(R):

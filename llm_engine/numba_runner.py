@@ -4,12 +4,16 @@ __all__ = [
     "KINDS",
     "ONE_THREAD",
     "PARTS",
+    "READERS",
     "NumbaRunner",
     "OneThread",
+    "Reader",
     "layer_modules",
+    "scales_of",
     "scratch",
     "tokens_of",
     "translated",
+    "unreadable",
     "use_huge_pages",
     "weight_line",
     "weight_lines",
@@ -22,10 +26,10 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,16 +52,31 @@ _log = logging.getLogger("llm_engine")
 KINDS = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BFLOAT16}
 
 
+class Reader(NamedTuple):
+    """How the kernels read one type of module."""
+
+    line: Callable[[nn.Module], list[int]]  # its line of the weight table
+    why_not: Callable[[nn.Module], str | None]  # why they cannot read it; None if they can
+
+
 def weight_line(module: nn.Module) -> list[int]:
     """A linear layer's or a norm's line of the weight table."""
     weight, bias = module.weight, getattr(module, "bias", None)
-    return [
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        KINDS[weight.dtype],
-        weight.shape[0],
-        weight.shape[-1],
-    ]
+    place = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    return [*place, KINDS[weight.dtype], weight.shape[0], weight.shape[-1], 0, 0, 0]
+
+
+def unreadable(module: nn.Module) -> str | None:
+    """Why the kernels cannot read the weight of a linear layer or a norm, or None."""
+    weight = module.weight
+    if weight.device.type != "cpu":
+        return f"the weights are on {weight.device}"
+    if weight.dtype not in KINDS:
+        return f"the weights are {weight.dtype}; they read float32 and bfloat16"
+    return None if weight.is_contiguous() else "a weight is not contiguous in memory"
+
+
+READERS = dict.fromkeys((nn.Linear, RMSNorm), Reader(weight_line, unreadable))
 
 
 # %% chapters/22_memory_wall.ipynb #huge-pages
@@ -87,8 +106,8 @@ def layer_modules(block: nn.Module) -> list[nn.Module]:
 
 def weight_lines(model: Transformer) -> Weights:
     """Addresses and shapes of all weights; good as long as they stay where they are."""
-    layers = [[weight_line(m) for m in layer_modules(block)] for block in model.layers]
-    rest = [weight_line(model.norm), weight_line(model.lm_head)]
+    layers = [[READERS[type(m)].line(m) for m in layer_modules(block)] for block in model.layers]
+    rest = [READERS[type(m)].line(m) for m in (model.norm, model.lm_head)]
     return Weights(np.array(layers, np.int64), *np.array(rest, np.int64))
 
 
@@ -103,16 +122,13 @@ def why_not(model: nn.Module) -> str | None:
     # The kernels read weights by address, so each module must be exactly what they take it for.
     for name, module in model.named_modules():
         known = PARTS.get(name.rpartition(".")[2])
-        if known is not None and type(module) is not known:
+        exchanged = known is nn.Linear and type(module) in READERS
+        if known is not None and type(module) is not known and not exchanged:
             return f"{name} is a {type(module).__name__}"
-    weights = [m.weight for block in model.layers for m in layer_modules(block)]
-    for weight in [*weights, model.norm.weight, model.lm_head.weight]:
-        if weight.device.type != "cpu":
-            return f"the weights are on {weight.device}"
-        if weight.dtype not in KINDS:
-            return f"the weights are {weight.dtype}; they read float32 and bfloat16"
-        if not weight.is_contiguous():
-            return "a weight is not contiguous in memory"
+    modules = [m for block in model.layers for m in layer_modules(block)]
+    for module in [*modules, model.norm, model.lm_head]:
+        if (reason := READERS[type(module)].why_not(module)) is not None:
+            return reason
     alike = {(a.window, a.sinks, a.scale, a.head_dim) for a in (b.attn for b in model.layers)}
     if len(alike) > 1:
         return "layers differ in their attention window or scale"
@@ -190,6 +206,11 @@ class OneThread:
 ONE_THREAD = OneThread()
 
 
+def scales_of(cache: Cache) -> tuple[Tensor, ...]:
+    """The scales of keys and values, if the cache keeps whole numbers; otherwise nothing."""
+    return (cache.key_scale, cache.value_scale) if hasattr(cache, "key_scale") else ()
+
+
 class NumbaRunner:
     """Runs a Llama model on the CPU by the kernels of this chapter: a few tokens by `decode`, many by `prefill`.
 
@@ -249,19 +270,20 @@ class NumbaRunner:
         if max(len(x), len(picked)) <= self.max_rows:
             scale, room = np.float32(model.layers[0].attn.scale), self._scratch(team, stage.used)
             cached = as_array(cache.keys), as_array(cache.values)
-            team.run(
-                kernels.decode,
-                *(weights, eps, scale, x.numpy(), tokens, *cached, room, picked, logits.numpy()),
-            )
+            asked = picked, logits.numpy(), *map(as_array, scales_of(cache))
+            team.run(kernels.decode, weights, eps, scale, x.numpy(), tokens, *cached, room, *asked)
         else:
             cached = (part[..., : stage.used, :] for part in (cache.keys, cache.values))
-            prefill(model, weights, x, tokens, *cached, team)
+            scales = [part[..., : stage.used] for part in scales_of(cache)]
+            prefill(model, weights, x, tokens, *cached, team, scales)
             room = np.empty((team.size, len(picked), x.shape[1]), np.float32)
             team.run(kernels.read_out, weights, eps, x.numpy(), picked, room, logits.numpy())
         return logits
 
     def _can(self, cache: Cache) -> bool:
-        return isinstance(cache, SlotCache) and cache.keys.dtype in KINDS and not any(self._hooks)
+        if not isinstance(cache, SlotCache) or any(self._hooks):
+            return False
+        return cache.keys.dtype in KINDS or bool(scales_of(cache))
 
     def _weights(self) -> Weights:
         """The table of addresses, made anew when weights have been replaced or have moved."""
@@ -308,7 +330,7 @@ def scratch(model: Transformer, R: int, team: int, slots: int) -> Scratch:
     """Room for R tokens, `slots` slots of a cache and a team of so many."""
     config, attn = model.config, model.layers[0].attn
     H, F, D = config.hidden_size, config.intermediate_size, attn.head_dim
-    ND, KD = len(attn.q_proj.weight), len(attn.k_proj.weight)
+    ND, KD = attn.q_proj.out_features, attn.k_proj.out_features
     N = ND // D
     shapes = Scratch(
         (team, R, H), (team, R, H), (R, ND), (R, KD), (R, KD), (team, N, D), (team, N, slots), (R, team, N), (R, team, N), (R, team, N, D),

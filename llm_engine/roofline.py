@@ -21,11 +21,10 @@ def token_bytes(model: Transformer, slots: int) -> int:
     Of an embedding that is not tied to the LM head one row is read. The cache is taken to be in the weights' dtype.
     """
     # All parameters (a tied one counts once), less the rows of an untied embedding that nobody asks for; plus the cache.
-    table = model.embed.weight
+    head = {id(p) for p in model.lm_head.parameters()}
     size = sum(p.nbytes for p in model.parameters())
-    if table is not model.lm_head.weight:
-        size -= table[1:].nbytes
-    return size + cache_bytes(model.config, slots, table.dtype)
+    size -= sum(p[1:].nbytes for p in model.embed.parameters() if id(p) not in head)
+    return size + cache_bytes(model.config, slots, model.norm.weight.dtype)
 
 
 # %% chapters/22_memory_wall.ipynb #roofline
