@@ -39,7 +39,6 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,16 +61,15 @@ from llm_engine.hub import (
     read_gguf_tensor,
     unpermute,
 )
-from llm_engine.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, Scheme
+from llm_engine.quantize import Quantized, Scheme
+from llm_engine.quantized_files import check_tied, move_buffers, place, shared_names
 from llm_engine.rope import base_frequencies, llama3_frequencies
 from llm_engine.transformer import QUANTIZERS
 from llm_engine.weights import (
     LOADERS,
     Checkpoint,
-    Row,
     TensorInfo,
     WeightsError,
-    load_weights,
     weight_map,
 )
 
@@ -620,14 +618,6 @@ def stored_blocks(raw: UInt8[Tensor, "rows bytes"], block: BlockType) -> Quantiz
 
 
 # %% chapters/34_gguf.ipynb #keep-stored
-class _Rest(NamedTuple):
-    """A checkpoint as `load_weights` wants it, from which some tensors are left out."""
-
-    tensors: dict[str, TensorInfo]
-    bytes: int
-    read: Callable[[str], Tensor]
-
-
 @QUANTIZERS.register("stored")
 def keep_stored(
     model: nn.Module,
@@ -635,73 +625,36 @@ def keep_stored(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-) -> list[Row]:
-    """Fill `model` from a GGUF file, with its Q4_0, Q4_1 and Q8_0 matrices as they are; the rest as `load_weights` does.
+) -> None:
+    """Fill `model` from a GGUF file with its Q4_0, Q4_1 and Q8_0 matrices as they are; the rest is unpacked to `dtype`.
 
-    Raises `GGUFError` for another checkpoint, and what `load_weights` raises.
+    Raises `GGUFError` for another checkpoint, and `WeightsError` before anything is changed if names or shapes do not fit.
     """
     if not isinstance(checkpoint, GGUFCheckpoint):
         raise GGUFError(
             "'stored' keeps the blocks of a GGUF file, and these weights are of another kind. Load a .gguf file (that of the "
             "default model: llm_engine.hub.gguf_file()), or choose another quantization"
         )
-    rows = weight_map(checkpoint, model)  # everything is checked before anything is changed
-    kept: dict[str, tuple[Row, Scheme]] = {}
+    rows = weight_map(checkpoint, model)
+    check_tied(rows, checkpoint)
+    names = shared_names(model)
     for row in rows:
-        owner, _, leaf = (row.target or "").rpartition(".")
-        scheme = STORED_SCHEMES.get(checkpoint.block(row.source).name)
-        can = leaf == "weight" and isinstance(model.get_submodule(owner), (nn.Linear, Embedding))
-        if can and scheme and row.change is None:
-            kept[owner] = row, scheme
-    head, embed = getattr(model, "lm_head", None), getattr(model, "embed", None)
-    tied = head is not None and embed is not None and head.weight is embed.weight
-
-    def slot(row: Row) -> str:
-        """The module that a row belongs to, by its name; the two of a tied model count as one."""
-        name = (row.target or "").rpartition(".")[0]
-        spare = row.target is None and row.note.startswith("tied")
-        return "embed" if tied and (spare or name == "lm_head") else name
-
-    if tied and (pair := kept.pop("lm_head", kept.get("embed"))):
-        kept["embed"] = pair
-    # The others are loaded as ever, into a model that lacks the modules which keep their blocks.
-    mine = {row.source: row for row in rows if slot(row) in kept}
-    for name in [*kept, *(["lm_head"] if tied and "embed" in kept else [])]:
-        _put(model, name, nn.Identity())
-    others = {name: info for name, info in checkpoint.tensors.items() if name not in mine}
-    load_weights(model, _Rest(others, checkpoint.bytes, checkpoint.read), dtype, device)
-    for name, (row, scheme) in kept.items():
-        raw = checkpoint.raw(row.source)
-        q = stored_blocks(raw, checkpoint.block(row.source))
-        q = Quantized(*(None if part is None else part.to(device) for part in q))
-        bias = None
-        for other in mine.values():
-            if slot(other) != name or other is row:
-                continue
-            if other.target is None:  # a spare copy of a tied head
-                if not torch.equal(raw, checkpoint.raw(other.source)):
-                    raise GGUFError(
-                        f"config.json says tie_word_embeddings, but {row.source} and {other.source} differ: "
-                        "set it to false, or load the .gguf file itself"
-                    )
-            else:
-                value = checkpoint.read(other.source)
-                bias = value.to(device=device, dtype=dtype or value.dtype)
-        linear = QuantizedLinear.from_quantized(q, scheme, row.shape[-1], bias)
-        if name != "embed":
-            _put(model, name, linear)
+        if row.target is None:
             continue
-        embedding = QuantizedEmbedding(linear, dtype or torch.float32)
-        if tied:
-            _put(model, "lm_head", linear)
-        else:
-            embedding.add_module(
-                "table", linear
-            )  # a table of its own: counted and moved with the model
-        _put(model, "embed", embedding)
-    return rows
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
+        owner, _, leaf = row.target.rpartition(".")
+        block = checkpoint.block(row.source)
+        scheme = STORED_SCHEMES.get(block.name)
+        matrix = leaf == "weight" and isinstance(model.get_submodule(owner), nn.Linear | Embedding)
+        if scheme and matrix and row.change is None:
+            q = stored_blocks(checkpoint.raw(row.source), block)
+            q = Quantized(*(None if part is None else part.to(device) for part in q))
+            place(model, owner, q, scheme, row.shape[1], dtype or torch.float32)
+            continue
+        stored = checkpoint.read(row.source)
+        if row.change:
+            stored = row.change(stored, model.config)
+        weight = nn.Parameter(stored.to(device, dtype or stored.dtype), requires_grad=False)
+        for name in names[row.target]:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(leaf, weight)
+    move_buffers(model, device)

@@ -533,7 +533,7 @@ def test_stored_blocks_are_the_weights_bit_for_bit(tmp_path, kind, tied):
         assert torch.equal(module.weight, other.weight), name
         assert (module.bias is None) == (other.bias is None)
         assert module.bias is None or torch.equal(module.bias, other.bias)
-    assert type(stored.embed) is QuantizedEmbedding
+    assert isinstance(stored.embed, QuantizedEmbedding)
     assert torch.equal(stored.embed.weight, plain.embed.weight)
     assert (stored.embed.head is stored.lm_head) is tied
     checkpoint = open_checkpoint(folder)
