@@ -8,6 +8,7 @@ __all__ = [
     "notes_to_stderr",
     "options",
     "quantize",
+    "show_plan",
     "verify",
 ]
 
@@ -634,6 +635,51 @@ def converse(talk: Chat, system: str | None = None, stats: bool = False) -> None
             note(f"[counts and speeds after each answer: {'on' if stats else 'off'}]")
         else:
             note(f"[there is no command {command}; /help lists those there are]")
+
+
+# %% chapters/32_memory.ipynb #cli-plan
+import json
+
+from llm_engine.memory import plan as make_plan
+
+
+@app.command("plan")
+def show_plan(
+    model: ModelArgument = DEFAULT_MODEL,
+    context: Annotated[
+        int | None, typer.Option("--context", "-c", help="Tokens of prompt and answer together.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Texts at the same time.")] = 1,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", help="Another machine's: 8GB, 24 GiB. Default: what is free here."
+        ),
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option("--prefill-chunk", help="The prompt in pieces of so many tokens.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Bytes, for programs.")] = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    cache: CacheOption = None,
+    runner: RunnerOption = None,
+) -> None:
+    """Say what a model takes, in each precision, and what fits, before it is loaded.
+
+    Of a model on the Hub only its config.json is fetched.
+
+    [dim]
+    llm-engine plan smollm2-135m --context 8192 --batch 8
+
+    llm-engine plan meta-llama/Llama-3.2-1B --memory 4GB --cache int8
+    [/dim]
+    """
+    made = make_plan(
+        model, context=context, batch=batch, memory=memory, prefill_chunk=prefill_chunk,
+        device=device, dtype=dtype, cache=cache, runner=runner,
+    )  # fmt: skip
+    typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made)
 
 
 # %% chapters/32_memory.ipynb #cli-quantize

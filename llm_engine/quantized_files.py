@@ -431,6 +431,14 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             put(model, "embed", type(model.embed)(model.embed.head, dtype or torch.float32))
         move_buffers(model, device)
 
+    def stored_bytes(self, model: nn.Module, dtype: torch.dtype) -> int:
+        """Bytes of all weights once loaded; `dtype` is for what is not quantized."""
+        codes = {f"{name}.{part}" for name in self.schemes for part in Quantized._fields}
+        return sum(
+            torch.Size(info.shape).numel() * (info.dtype if name in codes else dtype).itemsize
+            for name, info in self.tensors.items()
+        )
+
     def _shape(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         """Empty quantized modules where the metadata names them."""
         for name, scheme in self.schemes.items():
