@@ -27,6 +27,7 @@ __all__ = [
     "read_value",
     "rope_from_factors",
     "rope_scaling",
+    "scheme_of",
     "stored_blocks",
 ]
 
@@ -68,6 +69,7 @@ from llm_engine.transformer import QUANTIZERS
 from llm_engine.weights import (
     LOADERS,
     Checkpoint,
+    Row,
     TensorInfo,
     WeightsError,
     weight_map,
@@ -407,6 +409,16 @@ class GGUFCheckpoint:
                 raw = unpermute(raw, self.heads[letter]).contiguous()
         return raw
 
+    def stored_bytes(self, model: nn.Module, dtype: torch.dtype) -> int:
+        """Bytes of the parameters of `model` (it may be on the meta device) if what can stay packed does, and the rest is `dtype`."""
+        return sum(
+            self.stored[row.source].bytes
+            if scheme_of(self, model, row)
+            else math.prod(row.shape) * dtype.itemsize
+            for row in weight_map(self, model)
+            if row.target is not None
+        )
+
     def read(self, name: str) -> Tensor:
         """The tensor as numbers: float32, or float16 and bfloat16 where the file has these."""
         raw, tensor, block = self.raw(name), self.stored[name], self.block(name)
@@ -431,6 +443,24 @@ def check_whole(header: GGUFHeader) -> None:
             f"{header.path}: a model of architecture {kind!r}; GGUF files of 'llama' can be read. "
             "Take the model's safetensors folder instead"
         )
+
+
+# %% chapters/34_gguf.ipynb #pre-tokenizers
+LLAMA3_CUTS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _llama3() -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_CUTS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False),
+        ]
+    )
+
+
+GGUF_PRE_TOKENIZERS["llama-bpe"] = PreTokenizer(_llama3, whole_first=True)
 
 
 # %% chapters/34_gguf.ipynb #rope-from-factors
@@ -508,24 +538,6 @@ def rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": header.field("llama.rope.scaling.factor")}
     raise GGUFError(f"positions scaled by {kind!r}: take the model's safetensors folder instead")
-
-
-# %% chapters/34_gguf.ipynb #pre-tokenizers
-LLAMA3_CUTS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _llama3() -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_CUTS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False),
-        ]
-    )
-
-
-GGUF_PRE_TOKENIZERS["llama-bpe"] = PreTokenizer(_llama3, whole_first=True)
 
 
 # %% chapters/34_gguf.ipynb #gguf-companion
@@ -618,6 +630,15 @@ def stored_blocks(raw: UInt8[Tensor, "rows bytes"], block: BlockType) -> Quantiz
 
 
 # %% chapters/34_gguf.ipynb #keep-stored
+def scheme_of(checkpoint: GGUFCheckpoint, model: nn.Module, row: Row) -> Scheme | None:
+    """The scheme in which a tensor can stay as it is, or None. `model` as it was built, of float modules."""
+    owner, _, leaf = (row.target or "").rpartition(".")
+    matrix = leaf == "weight" and isinstance(model.get_submodule(owner), nn.Linear | Embedding)
+    return (
+        STORED_SCHEMES.get(checkpoint.block(row.source).name) if matrix and not row.change else None
+    )
+
+
 @QUANTIZERS.register("stored")
 def keep_stored(
     model: nn.Module,
@@ -637,17 +658,14 @@ def keep_stored(
         )
     rows = weight_map(checkpoint, model)
     check_tied(rows, checkpoint)
-    names = shared_names(model)
-    for row in rows:
+    names, schemes = shared_names(model), [scheme_of(checkpoint, model, row) for row in rows]
+    for row, scheme in zip(rows, schemes, strict=True):
         if row.target is None:
             continue
-        owner, _, leaf = row.target.rpartition(".")
-        block = checkpoint.block(row.source)
-        scheme = STORED_SCHEMES.get(block.name)
-        matrix = leaf == "weight" and isinstance(model.get_submodule(owner), nn.Linear | Embedding)
-        if scheme and matrix and row.change is None:
-            q = stored_blocks(checkpoint.raw(row.source), block)
+        if scheme is not None:
+            q = stored_blocks(checkpoint.raw(row.source), checkpoint.block(row.source))
             q = Quantized(*(None if part is None else part.to(device) for part in q))
+            owner = row.target.rpartition(".")[0]
             place(model, owner, q, scheme, row.shape[1], dtype or torch.float32)
             continue
         stored = checkpoint.read(row.source)

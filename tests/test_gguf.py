@@ -538,6 +538,7 @@ def test_stored_blocks_are_the_weights_bit_for_bit(tmp_path, kind, tied):
     assert (stored.embed.head is stored.lm_head) is tied
     checkpoint = open_checkpoint(folder)
     assert sum(p.nbytes for p in stored.parameters()) == checkpoint.bytes, "not a byte more"
+    assert checkpoint.stored_bytes(plain, torch.float32) == checkpoint.bytes
     assert not any(p.is_meta or p.requires_grad for p in stored.parameters())
     assert stored.to(torch.bfloat16).layers[0].ffn.up_proj.scale.dtype == torch.float16
 
@@ -561,6 +562,8 @@ def test_mixed_files_keep_what_they_can(tmp_path):
     assert len(found) == 3 * L
     assert model.layers[0].attn.v_proj.weight.dtype == torch.bfloat16
     assert model.lm_head.weight is model.embed.weight
+    taken = sum(p.nbytes for p in model.parameters())
+    assert open_checkpoint(folder).stored_bytes(plain, torch.bfloat16) == taken
     for name, module in layers_of(model).items():
         wanted = plain.get_submodule(name).weight
         got = module.weight.float()
