@@ -113,10 +113,13 @@ def options(
 
 # %% chapters/18_engine.ipynb #cli-options
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A known name, a folder, or a Hub id owner/name.")
+    str,
+    typer.Option(
+        "--model", "-m", help="A known name, a folder, a .gguf file, or a Hub id owner/name."
+    ),
 ]
 ModelArgument = Annotated[
-    str, typer.Argument(help="A known name, a folder, or a Hub id owner/name.")
+    str, typer.Argument(help="A known name, a folder, a .gguf file, or a Hub id owner/name.")
 ]
 DeviceOption = Annotated[
     str | None,

@@ -178,8 +178,8 @@ def _pools() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def linears(block: nn.Module) -> list[nn.Linear]:
-    """The seven matrices of a layer."""
+def linears(block: nn.Module) -> list[nn.Module]:
+    """The seven matrices of a layer: `nn.Linear`, or what stands in for it."""
     attn, ffn = block.attn, block.ffn
     return [
         *(attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj),
