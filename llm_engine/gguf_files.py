@@ -28,6 +28,7 @@ __all__ = [
     "rope_from_factors",
     "rope_scaling",
     "scheme_of",
+    "sentencepiece_model",
     "stored_blocks",
 ]
 
@@ -40,6 +41,7 @@ import mmap
 import os
 import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +56,7 @@ from llm_engine.embedding import Embedding
 from llm_engine.hub import (
     FILE_MODELS,
     GGUF_PRE_TOKENIZERS,
+    GGUF_TOKENIZERS,
     HubError,
     PreTokenizer,
     cache_dir,
@@ -463,6 +466,44 @@ def _llama3() -> Any:
 GGUF_PRE_TOKENIZERS["llama-bpe"] = PreTokenizer(_llama3, whole_first=True)
 
 
+# %% chapters/34_gguf.ipynb #sentencepiece
+def _proto_field(number: int, value: bytes | int | float) -> bytes:
+    """One field of a protocol buffer. Whole numbers are stored in sevens of bits, the lowest first."""
+    kind = 5 if isinstance(value, float) else 0 if isinstance(value, int) else 2
+
+    def sevens(n: int) -> bytes:
+        return bytes([n & 127 | 128]) + sevens(n >> 7) if n > 127 else bytes([n])
+
+    head = sevens(number << 3 | kind)
+    if kind == 5:
+        return head + struct.pack("<f", value)
+    return head + (sevens(value) if kind == 0 else sevens(len(value)) + value)
+
+
+def sentencepiece_model(field: Callable[[str, Any], Any]) -> dict[str, bytes]:
+    """tokenizer.model, as the sentencepiece library wants it, from the lists that GGUF has.
+
+    Source of the numbers: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
+    """
+    lists = (field(f"tokenizer.ggml.{name}", None) for name in ("tokens", "scores", "token_type"))
+    tokens, scores, types = lists
+    if not tokens or not scores or not types or not len(tokens) == len(scores) == len(types):
+        raise HubError("the vocabulary's tokens, scores and types are not all there")
+    pieces = (
+        _proto_field(1, token.encode()) + _proto_field(2, float(score)) + _proto_field(3, kind)
+        for token, score, kind in zip(tokens, scores, types, strict=True)
+    )
+    has_bytes = 6 in types  # then characters that are no piece are spelled in bytes
+    trainer = _proto_field(3, 2) + _proto_field(35, int(has_bytes))  # 2: pairs are merged by score
+    space = int(field("tokenizer.ggml.add_space_prefix", True))
+    normalizer = _proto_field(1, b"identity") + _proto_field(3, space) + _proto_field(4, 0)
+    model = b"".join(_proto_field(1, piece) for piece in pieces)
+    return {"tokenizer.model": model + _proto_field(2, trainer) + _proto_field(3, normalizer)}
+
+
+GGUF_TOKENIZERS["llama"] = sentencepiece_model
+
+
 # %% chapters/34_gguf.ipynb #rope-from-factors
 def ramp_line(
     keep: Float[Tensor, "half"], turns: Float[Tensor, "half"]
@@ -558,18 +599,11 @@ def _identity(path: Path) -> dict[str, Any]:
     }
 
 
-def companion_pages(header: GGUFHeader) -> dict[str, str]:
-    """The small files of a model folder, name -> text, from what a GGUF file says of itself. Raises `GGUFError`."""
+def companion_pages(header: GGUFHeader) -> dict[str, bytes]:
+    """The small files of a model folder, name -> content, from what a GGUF file says of itself. Raises `GGUFError`."""
     check_whole(header)
-    cuts_as_llama3 = header.field("tokenizer.ggml.pre") == "llama-bpe"
-
-    def field(name: str, default: Any) -> Any:
-        if name == "tokenizer.ggml.add_bos_token":  # llama.cpp's default for this kind of text
-            default = cuts_as_llama3
-        return header.fields.get(name, default)
-
     try:
-        pages = describe_gguf(field, header.tensors.keys(), rope_scaling(header))
+        pages = describe_gguf(header.field, header.tensors.keys(), rope_scaling(header))
     except (HubError, GGUFError) as error:
         raise GGUFError(f"{header.path}: {error}") from error
     # An answer may end with other tokens than a text does.
@@ -577,7 +611,7 @@ def companion_pages(header: GGUFHeader) -> dict[str, str]:
     ends = list(dict.fromkeys(end for end in ends if end is not None))
     if len(ends) > 1:
         generation = json.loads(pages["generation_config.json"]) | {"eos_token_id": ends}
-        pages["generation_config.json"] = json.dumps(generation, indent=2) + "\n"
+        pages["generation_config.json"] = json.dumps(generation, indent=2).encode()
     return pages
 
 
@@ -595,12 +629,12 @@ def gguf_folder(path: str | Path) -> Path:
         if (folder / POINTER).exists():
             return folder
         pages = companion_pages(read_gguf_header(path))
-        pages[POINTER] = json.dumps(identity, indent=2) + "\n"
+        pages[POINTER] = json.dumps(identity, indent=2).encode()
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as made:
             new = Path(made) / folder.name
             new.mkdir()
-            for name, text in pages.items():
-                (new / name).write_text(text, "utf8")
+            for name, content in pages.items():
+                (new / name).write_bytes(content)
             os.replace(new, folder)
     return folder
 

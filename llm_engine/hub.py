@@ -7,6 +7,7 @@ __all__ = [
     "FILE_MODELS",
     "GGUF_NAMES",
     "GGUF_PRE_TOKENIZERS",
+    "GGUF_TOKENIZERS",
     "MODELS",
     "TIMEOUT",
     "HubError",
@@ -306,9 +307,7 @@ class PreTokenizer(NamedTuple):
     """How text is cut before it is looked up: `make()` gives the cutter, `whole_first` looks for uncut pieces too."""
 
     make: Callable[[], Any]
-    whole_first: bool = (
-        False  # a piece that is a token as it stands needs no merges (`ignore_merges`)
-    )
+    whole_first: bool = False  # a piece that is a token needs no merges (`ignore_merges`)
 
 
 def _byte_level() -> Any:
@@ -327,18 +326,12 @@ def _smollm() -> Any:
 GGUF_PRE_TOKENIZERS = {"smollm": PreTokenizer(_smollm), "gpt-2": PreTokenizer(_byte_level)}
 
 
-def _gguf_tokenizer(fields: Callable[[str, Any], Any]) -> tuple[str, dict]:
-    """tokenizer.json (text) and tokenizer_config.json (dict) for a byte-level BPE vocabulary stored in GGUF."""
+def _byte_level_bpe(fields: Callable[[str, Any], Any]) -> dict[str, bytes]:
+    """tokenizer.json for a byte-level BPE vocabulary stored in GGUF."""
     import tokenizers
     from tokenizers import AddedToken, decoders, models
 
-    kind, pre = fields("tokenizer.ggml.model", None), fields("tokenizer.ggml.pre", None)
-    if kind != "gpt2" or pre not in GGUF_PRE_TOKENIZERS:
-        raise HubError(
-            f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; only byte-level BPE (gpt2) with "
-            f"{', '.join(GGUF_PRE_TOKENIZERS)} can be converted. Take this model's safetensors folder instead."
-        )
-    cut = GGUF_PRE_TOKENIZERS[pre]
+    cut = GGUF_PRE_TOKENIZERS[fields("tokenizer.ggml.pre", None)]
     tokens, types = fields("tokenizer.ggml.tokens", None), fields("tokenizer.ggml.token_type", None)
     merges = [tuple(merge.split(" ", 1)) for merge in fields("tokenizer.ggml.merges", None)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -346,27 +339,49 @@ def _gguf_tokenizer(fields: Callable[[str, Any], Any]) -> tuple[str, dict]:
     tokenizer.pre_tokenizer, tokenizer.decoder = cut.make(), decoders.ByteLevel()
     # 3: control tokens such as <|im_end|>, special; 4: tokens that users added, matched whole but not special
     added = [
-        (i, AddedToken(tokens[i], special=t == 3, normalized=False))
+        AddedToken(tokens[i], special=t == 3, normalized=False)
         for i, t in enumerate(types)
         if t in (3, 4)
     ]
-    tokenizer.add_tokens([token for _, token in added])
-    tokenizer.add_special_tokens([token for _, token in added if token.special])
+    tokenizer.add_tokens(added)
+    tokenizer.add_special_tokens([token for token in added if token.special])
+    return {"tokenizer.json": tokenizer.to_str(pretty=False).encode()}
+
+
+# By the name GGUF has for it: what writes a tokenizer's own file.
+GGUF_TOKENIZERS = {"gpt2": _byte_level_bpe}
+
+
+def _gguf_tokenizer(fields: Callable[[str, Any], Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The tokenizer's own file, name -> content, and tokenizer_config.json (dict), from what GGUF says."""
+    kind, pre = fields("tokenizer.ggml.model", None), fields("tokenizer.ggml.pre", None)
+    if kind not in GGUF_TOKENIZERS or (kind == "gpt2" and pre not in GGUF_PRE_TOKENIZERS):
+        others = "".join(f", and {name!r}," for name in GGUF_TOKENIZERS if name != "gpt2")
+        raise HubError(
+            f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; only byte-level BPE (gpt2) with "
+            f"{', '.join(GGUF_PRE_TOKENIZERS)}{others} can be converted. Take this model's safetensors folder instead."
+        )
+    tokens, types = fields("tokenizer.ggml.tokens", None), fields("tokenizer.ggml.token_type", None)
+    matched = (3, 4) if kind == "gpt2" else (3,)  # others match type 4 by themselves
     config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": "PreTrainedTokenizerFast" if kind == "gpt2" else "LlamaTokenizer",
         "added_tokens_decoder": {
             str(i): {
-                "content": token.content,
-                "special": token.special,
+                "content": tokens[i],
+                "special": t == 3,
                 "normalized": False,
                 "lstrip": False,
                 "rstrip": False,
                 "single_word": False,
             }
-            for i, token in added
+            for i, t in enumerate(types)
+            if t in matched
         },
-        "add_bos_token": bool(fields("tokenizer.ggml.add_bos_token", False)),
-        "add_prefix_space": bool(fields("tokenizer.ggml.add_space_prefix", False)),
+        # where nothing is said, llama.cpp adds BOS for Llama's tokenizers
+        "add_bos_token": bool(
+            fields("tokenizer.ggml.add_bos_token", kind == "llama" or pre == "llama-bpe")
+        ),
+        "add_prefix_space": bool(fields("tokenizer.ggml.add_space_prefix", kind == "llama")),
         "clean_up_tokenization_spaces": False,
         "model_max_length": fields("llama.context_length", None),
     }
@@ -376,7 +391,7 @@ def _gguf_tokenizer(fields: Callable[[str, Any], Any]) -> tuple[str, dict]:
             config[f"{ours}_token"] = tokens[i]
     if template := fields("tokenizer.chat_template", None):
         config["chat_template"] = template
-    return tokenizer.to_str(pretty=False), config
+    return GGUF_TOKENIZERS[kind](fields), config
 
 
 # %% chapters/12_weights.ipynb #convert-gguf
@@ -405,8 +420,8 @@ def describe_gguf(
     field: Callable[[str, Any], Any],
     tensors: Collection[str],
     rope_scaling: dict[str, Any] | None = None,
-) -> dict[str, str]:
-    """The small files of a Hugging Face folder, name -> text, for what a Llama GGUF file says about itself.
+) -> dict[str, bytes]:
+    """The small files of a Hugging Face folder, name -> content, for what a Llama GGUF file says about itself.
 
     `field(name, default)` gives an entry of its metadata, `tensors` are the names it stores. Raises `HubError` for
     another architecture or tokenizer.
@@ -417,7 +432,7 @@ def describe_gguf(
             f"only Llama models can be read from GGUF, this is {kind!r}. Take the model's safetensors folder instead."
         )
     N, H = field("llama.attention.head_count", None), field("llama.embedding_length", None)
-    tokenizer_json, tokenizer_config = _gguf_tokenizer(field)
+    tokenizer_files, tokenizer_config = _gguf_tokenizer(field)
     ids = {f"{k}_token_id": field(f"tokenizer.ggml.{k}_token_id", None) for k in ("bos", "eos")}
     ids["pad_token_id"] = field("tokenizer.ggml.padding_token_id", None)
     config = {
@@ -446,8 +461,9 @@ def describe_gguf(
         "generation_config.json": ids,
         "tokenizer_config.json": tokenizer_config,
     }
-    return {"tokenizer.json": tokenizer_json} | {
-        name: json.dumps(page, indent=2, ensure_ascii=False) + "\n" for name, page in pages.items()
+    return tokenizer_files | {
+        name: (json.dumps(page, indent=2, ensure_ascii=False) + "\n").encode()
+        for name, page in pages.items()
     }
 
 
@@ -501,8 +517,8 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, *, progress: bool = 
         new.mkdir()
         save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
         (new / "model.safetensors").chmod(0o644)  # as readable as its neighbors
-        for file, text in pages.items():
-            (new / file).write_text(text, "utf8")
+        for file, content in pages.items():
+            (new / file).write_bytes(content)
         os.replace(new, folder)
     return folder
 

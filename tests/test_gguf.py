@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 from hypothesis import given
 from hypothesis import strategies as st
 from test_hub import TEMPLATE, TEXTS, byte_tokens
+from test_tokenizer import CORPUS, PROMPTS
 
 from llm_engine import Engine, SamplingParams
 from llm_engine.config import RopeConfig, load_config
@@ -81,7 +82,7 @@ def in_halves(stored, heads):
 
 def write_model(
     path, kinds="F32", *, tied=True, bias=False, arch="llama", pre="smollm", eot=None, fields=(),
-    rope=None, extra=(), bos=False, alignment=None,
+    rope=None, extra=(), bos=False, alignment=None, spm=None,
 ):  # fmt: skip
     """A small Llama; `kinds`: a type, or a dictionary from endings of names to types. Returns its weights by HF name."""
     writer, random, expected = gguf.GGUFWriter(str(path), arch), np.random.default_rng(0), {}
@@ -98,13 +99,22 @@ def write_model(
     writer.add_rope_dimension_count(D)
     writer.add_rope_freq_base(5e5)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["h e", "l l", "he ll", "Ġ Ġ"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    if spm:
+        tokens, scores, types, space = spm
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores(scores)
+        writer.add_token_types(types)
+        if space is not None:
+            writer.add_add_space_prefix(space)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+        writer.add_token_merges(["h e", "l l", "he ll", "Ġ Ġ"])
+    writer.add_bos_token_id(1 if spm else 0)
+    writer.add_eos_token_id(2 if spm else 1)
     if eot is not None:
         writer.add_eot_token_id(eot)
     if bos is not None:
@@ -510,6 +520,44 @@ def test_llama_3_cuts_numbers_into_threes_and_begins_with_bos(tmp_path):
         piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in cut("I'LL pay 12345!!\n\n  ok")
     ]
     assert pieces == ["I", "'LL", " pay", " ", "123", "45", "!!\n\n", " ", " ok"]
+
+
+@pytest.mark.parametrize("space", [None, False])
+def test_a_sentencepiece_vocabulary_reads_as_the_library_that_made_it(tmp_path, space):
+    import io
+
+    import sentencepiece
+
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=made, vocab_size=352, model_type="bpe", byte_fallback=True,
+        character_coverage=0.98, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        add_dummy_prefix=space is None,
+    )  # fmt: skip
+    library = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
+    tokens = [library.id_to_piece(i) for i in range(len(library))]
+    scores = [library.get_score(i) for i in range(len(library))]
+    types = [
+        2
+        if library.is_unknown(i)
+        else 3
+        if library.is_control(i)
+        else 6
+        if library.is_byte(i)
+        else 1
+        for i in range(len(library))
+    ]
+    write_model(tmp_path / "m.gguf", spm=(tokens, scores, types, space), bos=None)
+    tokenizer = Tokenizer.from_folder(resolve(tmp_path / "m.gguf"))
+    for text in [*PROMPTS, *TEXTS, "  two\n\n  spaces "]:
+        if "<|" not in text:
+            assert tokenizer.encode(text, add_bos=False) == library.encode(text), text
+            assert tokenizer.decode(library.encode(text)) == library.decode(library.encode(text))
+    assert tokenizer.encode("the cat")[0] == tokenizer.bos_id == 1, (
+        "begins with BOS, where nothing is said"
+    )
+    assert tokenizer.vocab_size == 352
+    load_model(resolve(tmp_path / "m.gguf"))
 
 
 # --- blocks that stay
