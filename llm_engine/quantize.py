@@ -152,6 +152,24 @@ def unpack_nibbles(packed: UInt8[Tensor, "rows half"], group: int) -> UInt8[Tens
     return torch.stack([pairs & 15, pairs >> 4], dim=2).reshape(rows, 2 * half)
 
 
+# %% chapters/30_int8.ipynb #pack-codes
+def pack_codes(
+    codes: Float[Tensor, "rows width"] | Int[Tensor, "rows width"],
+    scale: Float16[Tensor, "rows groups"],
+    offset: Float16[Tensor, "rows groups"] | None,
+    scheme: Scheme,
+    columns: int,
+) -> Quantized:
+    """Whole numbers q within `scheme.levels`, as they are stored; what lies in the padding is replaced by 0."""
+    if scheme.bits == 8:
+        packed = codes.to(torch.int8)
+        packed[:, columns:] = 0
+        return Quantized(packed.contiguous(), scale, offset)
+    unsigned = (codes + 8 if scheme.symmetric else codes).to(torch.uint8)
+    unsigned[:, columns:] = 8 if scheme.symmetric else 0
+    return Quantized(pack_nibbles(unsigned.contiguous(), scheme.group(columns)), scale, offset)
+
+
 # %% chapters/30_int8.ipynb #check-weight
 def check_weight(weight: Tensor, name: str = "") -> None:
     """Raise `QuantizationError`, naming it, for what is not a matrix of finite numbers."""
@@ -163,9 +181,9 @@ def check_weight(weight: Tensor, name: str = "") -> None:
         )
     if weight.is_meta:
         raise QuantizationError(f"{name} has no numbers yet (meta device): load the weights first")
-    finite = weight.isfinite()
-    if not finite.all():
-        row, column = (~finite).nonzero()[0].tolist()
+    # One pass each for the smallest and the largest, which hand NaN on: several times faster than to ask every number.
+    if not (weight.amin().isfinite() and weight.amax().isfinite()):
+        row, column = (~weight.isfinite()).nonzero()[0].tolist()
         raise QuantizationError(
             f"{name} holds {weight[row, column].item()} in row {row}, column {column}: no scale fits that. "
             "Is the file damaged, or was it converted to a type that is too small?"
@@ -188,24 +206,6 @@ def group_columns(
     return weight.view(rows, scheme.groups(columns), scheme.group(columns))
 
 
-# %% chapters/30_int8.ipynb #pack-codes
-def pack_codes(
-    codes: Float[Tensor, "rows width"] | Int[Tensor, "rows width"],
-    scale: Float16[Tensor, "rows groups"],
-    offset: Float16[Tensor, "rows groups"] | None,
-    scheme: Scheme,
-    columns: int,
-) -> Quantized:
-    """Whole numbers q within `scheme.levels`, as they are stored; what lies in the padding is replaced by 0."""
-    if scheme.bits == 8:
-        packed = codes.to(torch.int8)
-        packed[:, columns:] = 0
-        return Quantized(packed.contiguous(), scale, offset)
-    unsigned = (codes + 8 if scheme.symmetric else codes).to(torch.uint8)
-    unsigned[:, columns:] = 8 if scheme.symmetric else 0
-    return Quantized(pack_nibbles(unsigned.contiguous(), scheme.group(columns)), scale, offset)
-
-
 # %% chapters/30_int8.ipynb #float16-scale
 def float16_scale(
     scale: Float32[Tensor, "rows groups"], needed: Float32[Tensor, "rows groups"]
@@ -224,43 +224,28 @@ def float16_scale(
 def find_scales(
     grouped: Float32[Tensor, "rows groups group"], scheme: Scheme
 ) -> tuple[Float16[Tensor, "rows groups"], Float16[Tensor, "rows groups"] | None]:
-    """The finest scale of each group (and offset) with which nothing is cut off."""
+    """The finest scale of each group, and its offset, with which no weight lies beyond the grid.
+
+    With 4 bits, symmetric, the largest weight becomes -8, and one as large with the other sign is cut to 7.
+    """
     low, high = scheme.levels
+    smallest, largest = grouped.amin(dim=-1), grouped.amax(dim=-1)
     if not scheme.symmetric:
-        smallest, largest = grouped.aminmax(dim=-1)
         scale = (largest - smallest) / (high - low)
+        # The grid's middle comes to lie in the middle of the weights.
         offset = ((smallest + largest) / 2 - scale.half().float() * ((low + high) / 2)).half()
         middle = offset.float()
-        # A code may be off by half a step, so the range reaches half a step farther than the outermost codes.
+        # A code may be off by half a step, so the grid reaches half a step farther than its outermost points.
         needed = torch.maximum((largest - middle) / (high + 0.5), (middle - smallest) / (0.5 - low))
         return float16_scale(scale, needed), offset
-    index = grouped.abs().argmax(dim=-1, keepdim=True)
-    extreme = grouped.gather(-1, index).squeeze(-1)
     if scheme.bits == 8:
-        return float16_scale(extreme.abs() / high, extreme.abs() / (high + 0.5)), None
+        size = torch.maximum(-smallest, largest)
+        return float16_scale(size / high, size / (high + 0.5)), None
+    extreme = torch.where(-smallest > largest, smallest, largest)
     return float16_scale(extreme / low, extreme.abs() / (0.5 - low)), None
 
 
-# %% chapters/30_int8.ipynb #round-to-nearest
-def round_to_nearest(
-    weight: Float[Tensor, "rows columns"], scheme: Scheme, name: str = ""
-) -> Quantized:
-    """Each group's scale from its extremes, each weight to the nearest code. `name` is for messages.
-
-    Raises `QuantizationError` for NaN, infinity, and numbers so large that their scale is no float16.
-    """
-    check_weight(weight, name)
-    grouped = group_columns(weight, scheme)
-    scale, offset = find_scales(grouped, scheme)
-    check_scales(scale, offset, name)
-    step = scale.float()
-    step = torch.where(step == 0, 1, step)  # a group of zeros: any step will do
-    if offset is not None:
-        grouped = grouped - offset.float()[..., None]
-    codes = (grouped / step[..., None]).round_().clamp_(*scheme.levels)
-    return pack_codes(codes.flatten(1), scale, offset, scheme, weight.shape[1])
-
-
+# %% chapters/30_int8.ipynb #check-scales
 def check_scales(
     scale: Float16[Tensor, "rows groups"],
     offset: Float16[Tensor, "rows groups"] | None = None,
@@ -276,6 +261,28 @@ def check_scales(
             )
 
 
+# %% chapters/30_int8.ipynb #round-to-nearest
+def round_to_nearest(
+    weight: Float[Tensor, "rows columns"], scheme: Scheme, name: str = ""
+) -> Quantized:
+    """Each group's scale from its extremes, each weight to the nearest code. `name` is for messages.
+
+    Raises `QuantizationError` for NaN, infinity, and numbers so large that their scale is no float16.
+    """
+    check_weight(weight, name)
+    grouped = group_columns(weight, scheme)
+    scale, offset = find_scales(grouped, scheme)
+    check_scales(scale, offset, name)
+    # Take the offset away (if there is one) and divide by the scale; where that is 0, by 1. Round, clamp to
+    # scheme.levels, and let pack_codes store it.
+    step = scale.float()
+    step = torch.where(step == 0, 1, step)  # a group of zeros: any step will do
+    if offset is not None:
+        grouped = grouped - offset.float()[..., None]
+    codes = (grouped / step[..., None]).round_().clamp_(*scheme.levels)
+    return pack_codes(codes.flatten(1), scale, offset, scheme, weight.shape[1])
+
+
 # %% chapters/30_int8.ipynb #dequantize
 def dequantize(
     q: Quantized,
@@ -286,6 +293,7 @@ def dequantize(
     """The numbers that the codes stand for, without padding; of all rows, or only of those asked for."""
     if rows is not None:
         q = Quantized(*(None if part is None else part[rows] for part in q))
+    # 4 bits: unpack, and subtract 8 if symmetric. Then scale * q (+ offset), group by group, and drop the padding.
     packed, scale, offset = q
     group = scheme.group(columns)
     if scheme.bits == 4:
@@ -544,6 +552,7 @@ def quantize_rows(
 
     A row of zeros has scale 0; a row with NaN or infinity has scale NaN or infinity, so that its products are NaN.
     """
+    # The scale in float32: each row's largest size over 127. Divide, round, and convert to int8.
     x = x.float()
     scale = x.abs().amax(dim=-1) / 127
     step = torch.where(scale == 0, 1, scale)
