@@ -10,6 +10,7 @@ __all__ = [
     "Need",
     "PlanError",
     "Planner",
+    "Way",
     "fast_working_bytes",
     "parse_size",
     "plan",
@@ -25,8 +26,9 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -145,13 +147,18 @@ def working_bytes(
     # Scores, masked scores and probabilities: 4 bytes each in float32, and in 16 bits 2 + 2 + 4 + 4.
     pairs = B * T * S * (12 * config.num_attention_heads + 2)  # and two masks of one byte
     turning = config.head_dim * size  # a token's cosines and sines
-    attention = B * T * (2 * H * size + query + 2 * key + turning) + 2 * B * S * query + pairs
-    if cache == "int8":
-        attention += 2 * B * S * key  # one layer's keys and values, as floats again
+    streams = B * T * (2 * H * size + query + 2 * key + turning)
+    attention = streams + pairs
+    if config.num_attention_heads > config.num_key_value_heads:
+        attention += 2 * B * S * query  # keys and values, repeated for the query heads
+    if (
+        cache == "int8"
+    ):  # one layer's keys and values as floats again; 16-bit ones are computed in float32
+        attention = max(attention + 2 * B * S * key, streams + 2 * B * S * key * (4 // size))
     ffn = B * T * 3 * (H + F) * size
     logits = B * (T + 1) * H * size + B * V * size
-    if decoded:  # a slice in float32, its codes, and its numbers in a 16-bit type; logits come in parts that are then joined
-        some = SLICE * (5 if size == 4 else 7)
+    if decoded:  # a slice in float32, its codes and scales, and once more in a 16-bit type; logits come in parts, then joined
+        some = SLICE * (6 if size == 4 else 8)
         ffn, logits = ffn + some, logits + some + B * V * size
     return max(attention, ffn, logits)
 
@@ -160,12 +167,16 @@ def fast_working_bytes(
     config: ModelConfig, tokens: int, slots: int, batch_size: int = 1, dtype: torch.dtype = torch.float32,
     *, cache: str = "growing", decoded: bool = False, threads: int = 1,
 ) -> int:  # fmt: skip
-    """The same for chapter 22's runner on the CPU, which takes the queries 128 at a time and computes in float32."""
+    """About the same for chapter 22's runner on the CPU, which takes the queries 128 at a time and computes in float32.
+
+    Not exact: what the tokens of one layer's results take is counted twice, since memory that was given back is not
+    always the memory that is taken next (measured, up to 4,000 tokens).
+    """
     H, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     B, T, S, D = batch_size, tokens, slots, config.head_dim
     N, K = config.num_attention_heads, config.num_key_value_heads
     wide = decoded or dtype != torch.float32
-    rows = B * T * (4 * H + 3 * N * D + 2 * K * D + 2 * F) * 4
+    rows = 2 * B * T * (4 * H + 3 * N * D + 2 * K * D + 2 * F) * 4
     scores = threads * min(128, T) * N * (S + 2 * D) * 4
     sequence = threads * 2 * K * S * D * 4 if wide or cache == "int8" else 0
     layer = 2 * N * D * H + 2 * K * D * H + 3 * H * F
@@ -290,73 +301,55 @@ RUNTIME = {"cpu": 400 * 10**6, "cuda": 500 * 10**6}
 CONTEXT = 4096  # unless another is asked for: models may allow far more than anyone uses
 
 
+class Way(NamedTuple):
+    """One way of loading a model."""
+
+    dtype: torch.dtype  # of what is not quantized, and in which it computes
+    decoded: bool  # are weights quantized?
+    weights: int  # bytes
+
+
 @dataclass(frozen=True)
 class Planner:
     """The question behind a plan. `need` answers it for one precision; a changed copy asks what a change would bring."""
 
     config: ModelConfig
-    model: nn.Module  # on the meta device
-    checkpoint: Checkpoint | None
+    ways: dict[str, Way]
+    count: int  # weights
+    largest: int  # bytes of the largest tensor as it is stored
     context: int
     batch: int
     cache: str
     chunk: int | None  # tokens of the prompt at once; None: all
     device: torch.device
-    dtype: torch.dtype  # in which quantized models compute
     fast: bool  # the kernels of chapter 22, or torch
     threads: int
     memory: int
 
-    def precisions(self) -> dict[str, tuple[torch.dtype, Recipe | None, int]]:
-        """name -> (dtype of the rest, recipe, bytes of the weights)."""
-        found: dict[str, tuple[torch.dtype, Recipe | None, int]] = {}
-        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-            found[name] = dtype, None, weight_bytes(self.model, None, dtype)
-        for name in ("int8", "int4"):
-            recipe = find_recipe(name)
-            found[name] = self.dtype, recipe, weight_bytes(self.model, recipe, self.dtype)
-        if hasattr(self.checkpoint, "stored_bytes"):
-            stored = self.checkpoint.stored_bytes(self.model, self.dtype)
-            if isinstance(self.checkpoint, QuantizedCheckpoint):  # there is no way back from codes
-                found = {}
-            found["as stored"] = self.dtype, Recipe("stored", *[None] * 2), stored
-        return found
-
     def need(self, name: str, longest: bool = True) -> Need:
         """Bytes for the precision of that name."""
-        dtype, recipe, weights = self.precisions()[name]
+        dtype, decoded, weights = self.ways[name]
         held = CACHE_BYTES[self.cache](self.config, self.context, self.batch, dtype)
         new = min(self.context, self.chunk or self.context)
-        how = {"cache": self.cache, "decoded": recipe is not None}
+        pass_bytes = working_bytes
         if self.fast:
-            how["threads"] = self.threads
-        pass_bytes = fast_working_bytes if self.fast else working_bytes
-        working = pass_bytes(self.config, new, self.context, self.batch, dtype, **how)
+            pass_bytes = partial(fast_working_bytes, threads=self.threads)
+        working = pass_bytes(
+            self.config, new, self.context, self.batch, dtype, cache=self.cache, decoded=decoded
+        )
         if self.cache in ("growing", "int8"):
             working = max(working, held // 2)  # the smaller one is there until all has been moved
-        count = sum(weight.numel() for weight in self.model.parameters())
+        limit = self.config.max_position_embeddings
         return Need(
             name=name,
-            bits=8 * weights / count,
+            bits=8 * weights / self.count,
             weights=weights,
-            loading=self._loading(recipe),
+            loading=self.largest + decoded * 4 * 4 * SLICE,  # and slices of it in float32
             cache=held,
             working=working,
             runtime=RUNTIME.get(self.device.type, RUNTIME["cpu"]),
-            longest=self._largest("context", name, self.config.max_position_embeddings)
-            if longest
-            else 0,
+            longest=self._largest("context", name, limit) if longest else 0,
         )
-
-    def _loading(self, recipe: Recipe | None) -> int:
-        """The largest tensor, as it is stored or as the config names it, and a slice of it in float32."""
-        if self.checkpoint is not None:
-            infos = self.checkpoint.tensors.values()
-            largest = max(i.dtype.itemsize * torch.Size(i.shape).numel() for i in infos)
-        else:
-            size = getattr(torch, self.config.dtype, torch.float32).itemsize
-            largest = max(weight.numel() for weight in self.model.parameters()) * size
-        return largest + (0 if recipe is None else 4 * 4 * SLICE)
 
     def fits(self, name: str) -> bool:
         return self.need(name, longest=False).total <= self.memory
@@ -374,7 +367,7 @@ class Planner:
 
     def advice(self) -> list[str]:
         """What to do: how to ask for the best that fits, or else what to change, each with what it brings."""
-        names = list(self.precisions())
+        names = list(self.ways)
         how = {
             "float32": "--dtype float32",
             "bfloat16": "--dtype bfloat16",
@@ -404,13 +397,30 @@ class Planner:
             others.append(("keys and values in 8 bits (--cache int8)", {"cache": "int8"}))
         if not self.chunk or self.chunk > 512:
             others.append(("the prompt 512 tokens at a time (prefill_chunk=512)", {"chunk": 512}))
+        enough = False  # does a change do that leaves context and batch alone?
         for text, change in others:
             then = replace(self, **change).need(wanted, longest=False).total
             if then < need.total:
+                enough = enough or (
+                    then <= self.memory and not change.keys() & {"context", "batch"}
+                )
                 verdict = "fits" if then <= self.memory else "not enough alone"
                 lines.append(f"  - {text}: {show_size(then)}, {verdict}")
-        if len(lines) == (1 if best is None else 2):
-            lines.append("  - nothing here: take a smaller model, or a machine with more memory")
+        if enough:
+            return lines
+        both = replace(self, cache="int8", chunk=min(512, self.chunk or 512))
+        most = both._largest("context", wanted, self.context)
+        alone = replace(both, batch=1)._largest("context", wanted, self.context)
+        if most:
+            lines.append(
+                f"  - --cache int8 and prefill_chunk=512 together: a context of {most:,} fits"
+            )
+        elif alone:
+            lines.append(f"  - both of these, and --batch 1: a context of {alone:,} fits")
+        else:
+            lines.append(
+                "  - all of it is not enough: take a smaller model, or a machine with more memory"
+            )
         return lines
 
 
@@ -446,11 +456,16 @@ def plan(
         )
     fast = picked.type == "cpu" and (runner or RUNNERS.default) in ("auto", "numba")
     kind = pick_dtype(dtype, picked, config.dtype if config.dtype in COMPUTE_DTYPES else "float32")
+    bare = skeleton(config)
+    sizes = [weight.numel() for weight in bare.parameters()]
+    largest = max(sizes) * getattr(torch, config.dtype, torch.float32).itemsize
+    if checkpoint is not None:
+        stored = ((info.dtype, torch.Size(info.shape)) for info in checkpoint.tensors.values())
+        largest = max(dtype.itemsize * shape.numel() for dtype, shape in stored)
     planner = Planner(
-        config, skeleton(config), checkpoint, context, batch, cache, prefill_chunk, picked, kind, fast,
-        torch.get_num_threads(), room,
+        config, _ways(bare, checkpoint, kind), sum(sizes), largest, context, batch, cache, prefill_chunk, picked,
+        fast, torch.get_num_threads(), room,
     )  # fmt: skip
-    count = sum(weight.numel() for weight in planner.model.parameters())
     pieces = "at once" if not prefill_chunk else f"in pieces of {prefill_chunk:,}"
     where = (
         f"{picked} has {show_size(room)} free"
@@ -458,12 +473,25 @@ def plan(
         else f"{show_size(room)} on {picked.type}"
     )
     return MemoryPlan(
-        title=f"{title}: {count:,} weights, {config.num_hidden_layers} layers, trained for {config.max_position_embeddings:,} tokens",
+        title=f"{title}: {sum(sizes):,} weights, {config.num_hidden_layers} layers, trained for {config.max_position_embeddings:,} tokens",
         question=f"context {context:,}, batch {batch}, cache {cache}, prompt {pieces}; {where}",
         memory=room,
-        needs=tuple(planner.need(name) for name in planner.precisions()),
+        needs=tuple(planner.need(name) for name in planner.ways),
         advice=tuple(planner.advice()),
     )
+
+
+def _ways(bare: nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype) -> dict[str, Way]:
+    """The precisions to compare, the most precise first; `dtype` is that in which quantized models compute."""
+    found: dict[str, Way] = {}
+    if not isinstance(checkpoint, QuantizedCheckpoint):  # there is no way back from codes
+        for name, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+            found[name] = Way(kind, False, weight_bytes(bare, None, kind))
+        for name in ("int8", "int4"):
+            found[name] = Way(dtype, True, weight_bytes(bare, find_recipe(name), dtype))
+    if hasattr(checkpoint, "stored_bytes"):
+        found["as stored"] = Way(dtype, True, checkpoint.stored_bytes(bare, dtype))
+    return found
 
 
 def _describe(model: str | Path | ModelConfig) -> tuple[ModelConfig, Checkpoint | None, str]:
@@ -503,6 +531,6 @@ def _device(device: str | torch.device | None, asked_elsewhere: bool) -> torch.d
     try:
         return pick_device(device)
     except ValueError:
-        if asked_elsewhere and torch.device(device).type in ("cuda", "mps"):
+        if asked_elsewhere and str(device).split(":")[0] in ("cuda", "mps"):
             return torch.device(device)
         raise
