@@ -1,0 +1,184 @@
+"""quality: the texts, perplexity, distances between predictions, decibels."""
+
+import math
+import pydoc_data.topics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_engine.config import ModelConfig
+from llm_engine.engine import Engine
+from llm_engine.quality import (
+    calibration_text,
+    compare_logits,
+    held_out_text,
+    measure,
+    perplexity,
+    sqnr,
+    window_logits,
+    windows,
+)
+from llm_engine.tokenizer import Tokenizer
+from llm_engine.transformer import Transformer
+
+CONFIG = ModelConfig(
+    model_type="llama", vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128, rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Transformer(CONFIG).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_folder):
+    return Tokenizer.from_folder(default_folder)
+
+
+# ---- texts
+
+
+def test_the_halves_share_nothing(tokenizer):
+    held_out, calibration = held_out_text(), calibration_text()
+    assert held_out == held_out_text() != calibration
+    lines = [{x for x in t.split("\n\n") if len(x) > 80} for t in (held_out, calibration)]
+    assert min(map(len, lines)) > 50
+    # a few topics are printed twice by Python, under two names
+    assert len(lines[0] & lines[1]) <= 3
+    for text in (held_out, calibration):
+        assert len(tokenizer.encode(text)) > 6000
+
+
+def test_a_new_topic_moves_no_other(monkeypatch):
+    before = held_out_text(), calibration_text()
+    more = dict(pydoc_data.topics.topics, aaa="A new topic.\n\nMore.")
+    monkeypatch.setattr(pydoc_data.topics, "topics", more)
+    after = held_out_text(), calibration_text()
+    assert sum(a == b for a, b in zip(before, after)) == 1
+    assert sorted(len(a) - len(b) for a, b in zip(after, before)) == [0, len("A new topic.\n\n")]
+
+
+def test_windows(tokenizer):
+    text = held_out_text()
+    four = windows(tokenizer, text, 16, 4)
+    assert four.shape == (4, 16)
+    assert (
+        four.flatten().tolist() == tokenizer.encode(text, add_bos=False, special_tokens="text")[:64]
+    )
+    all_of_it = windows(tokenizer, text, 512)
+    assert all_of_it.shape[0] >= 9 and torch.equal(all_of_it.flatten()[:64], four.flatten())
+    with pytest.raises(ValueError, match="not enough for 3 windows of 100"):
+        windows(tokenizer, "A short text.", 100, 3)
+
+
+# ---- perplexity
+
+
+@pytest.fixture
+def saying():
+    """A model that always gives these probabilities."""
+
+    def make(*probabilities):
+        class Head(torch.nn.Module):
+            def forward(self, hidden):
+                return torch.tensor(probabilities).log().expand(*hidden.shape[:-1], -1)
+
+        model = Transformer(CONFIG).eval().requires_grad_(False)
+        model.lm_head = Head()
+        return model
+
+    return make
+
+
+def test_perplexity_of_known_models(saying):
+    ids = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])
+    assert perplexity(saying(0.25, 0.25, 0.25, 0.25), ids) == pytest.approx(4)
+    # the first token of a window is given: 1, 2, 3 and 2, 1, 0 are predicted
+    logs = [math.log(p) for p in (0.2, 0.1, 0.1, 0.1, 0.2, 0.6)]
+    assert perplexity(saying(0.6, 0.2, 0.1, 0.1), ids) == pytest.approx(math.exp(-sum(logs) / 6))
+
+
+def test_measure_is_what_it_says(model):
+    ids = torch.randint(0, 60, (3, 20), generator=torch.Generator().manual_seed(0))
+    logits = torch.stack(list(window_logits(model, ids)))
+    nll = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    found = measure(model, ids, logits)
+    assert found.tokens == 57
+    assert found.perplexity == pytest.approx(math.exp(nll), rel=1e-5)
+    assert found.kl == pytest.approx(0, abs=1e-6) and found.top1 == 1
+    alone = measure(model, ids)
+    assert math.isnan(alone.kl) and math.isnan(alone.top1) and alone.perplexity == found.perplexity
+
+
+def test_windows_do_not_see_each_other(model):
+    ids = torch.randint(0, 60, (2, 20), generator=torch.Generator().manual_seed(1))
+    together, alone = list(window_logits(model, ids)), list(window_logits(model, ids[1:]))
+    torch.testing.assert_close(together[1], alone[0])
+
+
+@pytest.mark.parametrize("cache", ["none", "growing"])
+def test_an_engine_reads_with_its_own_cache(model, tokenizer, cache):
+    class Watched(Engine):
+        made = 0
+
+        def new_cache(self):
+            self.made += 1
+            return super().new_cache()
+
+    ids = torch.randint(0, 60, (2, 20), generator=torch.Generator().manual_seed(2))
+    engine = Watched(model, tokenizer, cache=cache, runner="torch")
+    assert perplexity(engine, ids) == pytest.approx(perplexity(model, ids), rel=1e-5)
+    assert engine.made == 2
+
+
+# ---- distances
+
+
+def test_compare_logits_of_known_distributions():
+    p, q = (
+        torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]),
+        torch.tensor([[0.2, 0.4, 0.4], [0.1, 0.8, 0.1]]),
+    )
+    wanted = (0.5 * math.log(0.5 / 0.2) + 2 * 0.25 * math.log(0.25 / 0.4)) / 2
+    found = compare_logits(p.log(), q.log() + 3)  # a constant changes nothing
+    assert found.kl == pytest.approx(wanted, rel=1e-5) and found.top1 == 0.5
+    assert compare_logits(q.log(), p.log()).kl != pytest.approx(wanted, rel=1e-2)
+
+
+@given(st.integers(0, 50), st.floats(0, 3))
+def test_kl_is_never_negative(seed, distance):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(4, 30, generator=generator) * 5
+    found = compare_logits(a, a + distance * torch.randn(4, 30, generator=generator))
+    assert found.kl >= 0 and 0 <= found.top1 <= 1
+
+
+# ---- decibels
+
+
+def test_sqnr_of_known_errors():
+    weight = torch.ones(4, 8)
+    assert sqnr(weight, weight) == math.inf
+    assert sqnr(weight, weight * 0.9) == pytest.approx(20, abs=1e-4)
+    assert sqnr(weight, weight * 0.99) == pytest.approx(40, abs=1e-3)
+    assert sqnr(torch.zeros(2, 2), torch.ones(2, 2)) == -math.inf
+    assert sqnr(torch.zeros(2, 2), torch.zeros(2, 2)) == math.inf
+
+
+def test_loudness_makes_it_the_sqnr_of_the_products():
+    generator = torch.Generator().manual_seed(0)
+    weight, error = (
+        torch.randn(16, 32, generator=generator),
+        torch.randn(16, 32, generator=generator) / 30,
+    )
+    error[:, 4] *= 10
+    loud = torch.rand(32, generator=generator) * 3
+    x = torch.randn(20000, 32, generator=generator) * loud.sqrt()
+    products = 10 * math.log10((x @ weight.T).square().sum() / (x @ error.T).square().sum())
+    assert sqnr(weight, weight + error, loud) == pytest.approx(products, abs=0.1)
+    assert abs(sqnr(weight, weight + error) - products) > 0.5 or loud[4] < 0.5
