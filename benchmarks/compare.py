@@ -106,12 +106,14 @@ def known_engines(precisions: tuple[str, ...] = ("float32", "bf16")) -> dict[str
             add(runner, "llm-engine", "Ours", precision, runner=runner)
         add("transformers", "transformers", "Transformers", precision)
         add("llama.cpp", "llama.cpp", "LlamaCpp", precision)
+    for precision in ("int8", "int4"):
+        add("numba", "llm-engine", "Ours", precision, runner="numba", quantize=precision)
     for precision in ("q8_0", "q4_0"):
         add("llama.cpp", "llama.cpp", "LlamaCpp", precision)
     return specs
 
 
-USUAL = ("torch-*", "numba-*", "transformers-*", "llama.cpp-float32", "llama.cpp-bf16")
+USUAL = ("torch-*", "numba-*", "transformers-*", "llama.cpp-*")
 
 
 def choose(patterns: list[str], specs: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Contestant:
 
     def number_bytes(self) -> int:
         """Bytes of one number of the keys and values it keeps."""
-        return DTYPES[self.spec["precision"]].itemsize
+        return DTYPES.get(self.spec["precision"], torch.float32).itemsize
 
     def token_bytes(self) -> int:
         """Bytes that each earlier token adds to what a token must read: its keys and values."""
@@ -210,8 +210,9 @@ class Ours(Contestant):
         self.engine = Engine.from_pretrained(
             self.spec["folder"],
             device="cpu",
-            dtype=self.spec["precision"],
+            dtype="float32" if self.spec.get("quantize") else self.spec["precision"],
             runner=self.spec["runner"],
+            quantize=self.spec.get("quantize"),
         )
 
     def versions(self) -> dict[str, str]:
@@ -224,10 +225,9 @@ class Ours(Contestant):
 
     def weight_bytes(self) -> int:
         model = self.engine.model
-        parts = [*model.named_parameters(), *model.named_buffers()]
-        tied = model.lm_head.weight is model.embed.weight
-        skip = (".rope.",) if tied else (".rope.", "embed.")
-        return sum(p.nbytes for name, p in parts if not any(s in f".{name}" for s in skip))
+        head = {id(p) for p in model.lm_head.parameters()}
+        looked_up = {id(p) for p in model.embed.parameters()} - head
+        return sum(p.nbytes for p in model.parameters() if id(p) not in looked_up)
 
     def reset(self, room: int) -> None:
         self.ids, self.cache = [], self.engine.new_cache()
