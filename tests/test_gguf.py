@@ -257,6 +257,7 @@ def test_a_file_that_was_cut_off_is_noticed_wherever_it_was_cut(tiny, tmp_path_f
         (b"GGUF" + struct.pack("<IQQ", 4, 0, 0), "version 4.*newer engine"),
         (b"GGUF", "GGUF version 0|cut off"),
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60), "cut off or damaged: it ends inside the header"),
+        (b"GGUF" + struct.pack("<IQQQ3sIQ", 3, 0, 1, 3, b"a.b", 8, 99) + b"abc", "99 bytes reaches beyond the end"),
     ],
 )  # fmt: skip
 def test_what_is_no_gguf_file_is_named(tmp_path, content, says):
@@ -287,7 +288,10 @@ def test_a_type_we_cannot_read_is_named_with_the_way_out(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_is_unpacked_with_rows_in_order(tmp_path, kind):
-    """llama.cpp#13839: rows of q and k lie in another order in GGUF, and whoever forgets it gets fluent nonsense."""
+    """llama.cpp#13839: rows of q and k lie in another order in GGUF, and whoever forgets it gets fluent nonsense.
+
+    transformers#31788: the keys have heads of their own number, here 2 where the queries have 4.
+    """
     expected = write_model(tmp_path / "m.gguf", kind, tied=False, bias=True)
     checkpoint = open_checkpoint(gguf_folder(tmp_path / "m.gguf"))
     assert isinstance(checkpoint, GGUFCheckpoint)
