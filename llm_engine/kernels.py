@@ -50,6 +50,7 @@ __all__ = [
     "product",
     "put_in_order",
     "quantized_product",
+    "quantized_rows",
     "read_all",
     "read_out",
     "rms_norm",
@@ -832,7 +833,9 @@ def total_of(context, floats):
 
 
 # %% chapters/33_integer_kernels.ipynb #half
-@kernel
+@partial(
+    kernel, any_order=False
+)  # 2**112 must meet the tiny number first: times a large one, it is infinite
 def half(bits):
     """A float16, given as 16 bits, as float32. For finite numbers."""
     # One bit of sign, five of exponent that count from -15, ten of fraction. Moved to their places in a float32, whose exponent
@@ -1054,45 +1057,54 @@ INT8, INT4 = 2, 3  # more kinds of weights
 
 
 @kernel
+def quantized_rows(weight, numbers, factors, totals, out, add, first, last):
+    """Rows first..last-1 of a quantized weight times `whole_inputs`, into out [R, rows].
+
+    A function of its own, since it works with addresses: the arrays must outlive it, and Numba frees an array after its last use.
+    """
+    nibbles, R = weight[KIND] == INT4, len(numbers)
+    width, chunks, groups = numbers.shape[1], factors.shape[1], totals.shape[1]
+    per = chunks // groups  # 0: groups of 32
+    row_bytes = width // 2 if nibbles else width
+    bias = carray(_pointer(weight[BIAS]), (weight[ROWS] if weight[BIAS] else 0,), np.float32)
+    line, factor, sums = numbers.ctypes.data, factors.ctypes.data, totals.ctypes.data
+    by_four = R - R % 4 if per else 0
+    for o in range(first, last):
+        w, s = weight[ADDRESS] + o * row_bytes, weight[SCALE] + 2 * o * groups
+        z = weight[OFFSET] + 2 * o * groups if weight[OFFSET] else 0
+        for r in range(0, by_four, 4):
+            x, f, t = line + 2 * r * width, factor + 4 * r * chunks, sums + 4 * r * groups
+            if nibbles:
+                a, b, c, d = four_lines(w, s, x, width, f, chunks, groups, per, True)
+            else:
+                a, b, c, d = four_lines(w, s, x, width, f, chunks, groups, per, False)
+            _put(out, bias, r, o, a + shift(s, z, t, groups, nibbles), add)
+            _put(out, bias, r + 1, o, b + shift(s, z, t + 4 * groups, groups, nibbles), add)
+            _put(out, bias, r + 2, o, c + shift(s, z, t + 8 * groups, groups, nibbles), add)
+            _put(out, bias, r + 3, o, d + shift(s, z, t + 12 * groups, groups, nibbles), add)
+        for r in range(by_four, R):
+            x, f, t = line + 2 * r * width, factor + 4 * r * chunks, sums + 4 * r * groups
+            if per and nibbles:
+                total = int4_row(w, s, z, x, f, t, groups, per)
+            elif per:
+                total = int8_row(w, s, z, x, f, t, groups, per)
+            elif nibbles:
+                total = int4_row_of_32(w, s, z, x, f, t, groups)
+            else:
+                total = int8_row_of_32(w, s, z, x, f, t, groups)
+            _put(out, bias, r, o, total, add)
+
+
+@kernel
 def quantized_product(weight, x, out, add, me, team):
     """`product` for the weights of a `QuantizedLinear`, which are never unpacked to float.
 
     SCALE and OFFSET (0: none) of the weight's line are addresses of float16 numbers [rows, groups], GROUP is the number of columns
     that share one. Inputs are rounded to 16 bits, see `whole_inputs`.
     """
-    rows, group, nibbles = weight[ROWS], weight[GROUP], weight[KIND] == INT4
-    numbers, factors, totals = whole_inputs(x, group, nibbles)
-    R, width, chunks, groups = len(x), numbers.shape[1], factors.shape[1], totals.shape[1]
-    per = chunks // groups
-    row_bytes = width // 2 if nibbles else width
-    bias = carray(_pointer(weight[BIAS]), (rows if weight[BIAS] else 0,), np.float32)
-    line, factor, sums = numbers.ctypes.data, factors.ctypes.data, totals.ctypes.data
-    by_four = R - R % 4 if per else 0
-    first, last = share(rows, me, team)
-    for o in range(first, last):
-        w, s = weight[ADDRESS] + o * row_bytes, weight[SCALE] + 2 * o * groups
-        z = weight[OFFSET] + 2 * o * groups if weight[OFFSET] else 0
-        for r in range(0, by_four, 4):
-            x_, f, t = line + 2 * r * width, factor + 4 * r * chunks, sums + 4 * r * groups
-            if nibbles:
-                a, b, c, d = four_lines(w, s, x_, width, f, chunks, groups, per, True)
-            else:
-                a, b, c, d = four_lines(w, s, x_, width, f, chunks, groups, per, False)
-            _put(out, bias, r, o, a + shift(s, z, t, groups, nibbles), add)
-            _put(out, bias, r + 1, o, b + shift(s, z, t + 4 * groups, groups, nibbles), add)
-            _put(out, bias, r + 2, o, c + shift(s, z, t + 8 * groups, groups, nibbles), add)
-            _put(out, bias, r + 3, o, d + shift(s, z, t + 12 * groups, groups, nibbles), add)
-        for r in range(by_four, R):
-            x_, f, t = line + 2 * r * width, factor + 4 * r * chunks, sums + 4 * r * groups
-            if per and nibbles:
-                total = int4_row(w, s, z, x_, f, t, groups, per)
-            elif per:
-                total = int8_row(w, s, z, x_, f, t, groups, per)
-            elif nibbles:
-                total = int4_row_of_32(w, s, z, x_, f, t, groups)
-            else:
-                total = int8_row_of_32(w, s, z, x_, f, t, groups)
-            _put(out, bias, r, o, total, add)
+    numbers, factors, totals = whole_inputs(x, weight[GROUP], weight[KIND] == INT4)
+    first, last = share(weight[ROWS], me, team)
+    quantized_rows(weight, numbers, factors, totals, out, add, first, last)
 
 
 MORE_KINDS.append(quantized_product)

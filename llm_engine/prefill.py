@@ -214,9 +214,9 @@ def _prefill(
         heads, start = torch.empty_like(q), 0
         for b in pieces[me]:
             part = slice(start, start := start + b.last - b.first)
-            sequence = [part[number, b.row].float() for part in (keys, values)]
-            for part, factor in zip(sequence, scales, strict=False):
-                part *= factor[number, b.row, :, :, None]
+            sequence = [cached[number, b.row].float() for cached in (keys, values)]
+            for whole_numbers, factor in zip(sequence, scales, strict=False):
+                whole_numbers *= factor[number, b.row, :, :, None]
             heads[part] = attend_block(turned[part], *sequence, mask[part])
         x += matmul(heads, matrices[3], layer[3].bias)
         kernels.rms_norm(weight[kernels.FFN_NORM], x.numpy(), eps, normed.numpy(), 0, len(x))
