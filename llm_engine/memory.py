@@ -47,6 +47,45 @@ from llm_engine.transformer import ARCHITECTURES, RUNNERS
 from llm_engine.weights import Checkpoint, WeightsError, available_memory, open_checkpoint
 
 
+# %% chapters/32_memory.ipynb #ledger
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside a `with` block: `now`, and the most there were, `peak`.
+
+    Looks at every operation of torch. What an operation allocates for itself and returns before it ends is not seen,
+    nor what other libraries allocate.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        # memory that came in is not new when it goes out again, as a view for instance
+        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and _memory(x) not in given | self._known:
+                self._enter(x)
+        return result
+
+    def _enter(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        self._known.add(_memory(x))
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._leave, _memory(x), storage.nbytes())
+
+    def _leave(self, memory: int, size: int) -> None:
+        self._known.discard(memory)
+        self.now -= size
+
+
+def _memory(x: Tensor) -> int:
+    """A number for the piece of memory that a tensor, or a view of it, lies in."""
+    return x.untyped_storage()._cdata
+
+
 # %% chapters/32_memory.ipynb #weight-bytes
 def skeleton(config: ModelConfig) -> nn.Module:
     """The model of a config on the meta device: all names and shapes, and no memory."""
@@ -89,45 +128,6 @@ CACHE_BYTES: dict[str, Callable[[ModelConfig, int, int, torch.dtype], int]] = {
         config, grown(context, config.max_position_embeddings) + 1, batch
     ),
 }
-
-
-# %% chapters/32_memory.ipynb #ledger
-class Ledger(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside a `with` block: `now`, and the most there were, `peak`.
-
-    Looks at every operation of torch. What an operation allocates for itself and returns before it ends is not seen,
-    nor what other libraries allocate.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        # memory that came in is not new when it goes out again, as a view for instance
-        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and _memory(x) not in given | self._known:
-                self._enter(x)
-        return result
-
-    def _enter(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        self._known.add(_memory(x))
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._leave, _memory(x), storage.nbytes())
-
-    def _leave(self, memory: int, size: int) -> None:
-        self._known.discard(memory)
-        self.now -= size
-
-
-def _memory(x: Tensor) -> int:
-    """A number for the piece of memory that a tensor, or a view of it, lies in."""
-    return x.untyped_storage()._cdata
 
 
 # %% chapters/32_memory.ipynb #working-bytes

@@ -14,6 +14,7 @@ __all__ = [
     "place",
     "put",
     "raw_bytes",
+    "read_row",
     "save_quantized",
     "shared_names",
     "write_safetensors",
@@ -36,7 +37,9 @@ from jaxtyping import Float
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from llm_engine.config import ModelConfig
 from llm_engine.embedding import Embedding
+from llm_engine.int4 import collect_inputs, random_tokens, weighted
 from llm_engine.quantize import (
     SLICE,
     Method,
@@ -94,7 +97,9 @@ class Recipe:
     """Which scheme each matrix of a model gets, and how its codes are chosen; called, it loads a model that way.
 
     scheme: for the matrices of the layers. head: for the LM head and the embedding (None: they stay as they are).
-    mixed: (pattern, scheme or None) for single modules, the first that matches counts.
+    mixed: (pattern, scheme or None) for single modules, the first that matches counts. listen: matrices in 4 bits are
+    then read once more and quantized by chapter 31's `weighted`, with what the model, as it is by then, hears while it
+    reads random tokens.
     """
 
     name: str
@@ -102,6 +107,7 @@ class Recipe:
     head: Scheme | None
     method: Method = round_to_nearest
     mixed: tuple[tuple[str, Scheme | None], ...] = ()
+    listen: bool = False
 
     def schemes(self, model: nn.Module) -> dict[str, Scheme]:
         """The scheme of each linear module and embedding that is to be quantized; `model` may be on the meta device."""
@@ -146,28 +152,48 @@ class Recipe:
             return checkpoint.fill(model, dtype=dtype, device=device)
         rows = weight_map(checkpoint, model)
         check_tied(rows, checkpoint)
-        schemes = self.schemes(model)
-        names = shared_names(model)
+        schemes, names = self.schemes(model), shared_names(model)
         for row in rows:
             if row.target is None:
                 continue
-            stored = checkpoint.read(row.source)
-            if row.change:
-                stored = row.change(stored, model.config)
+            stored = read_row(row, checkpoint, model.config)
             owner, _, leaf = row.target.rpartition(".")
+            kind = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
             if leaf == "weight" and owner in schemes:
                 q = by_slices(self.method, stored.to(device), schemes[owner], owner)
-                place(model, owner, q, schemes[owner], stored.shape[1], dtype or stored.dtype)
+                place(model, owner, q, schemes[owner], stored.shape[1], kind)
                 continue
-            kind = dtype if dtype is not None and stored.is_floating_point() else stored.dtype
             weight = nn.Parameter(stored.to(device, kind, copy=True), requires_grad=False)
             for name in names[row.target]:
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner).register_parameter(leaf, weight)
         move_buffers(model, device)
+        if self.listen:
+            self._refine(model, checkpoint, rows, schemes)
+
+    def _refine(
+        self, model: nn.Module, checkpoint: Checkpoint, rows: list[Row], schemes: dict[str, Scheme]
+    ) -> None:
+        """Quantize the matrices in 4 bits once more, now that the model can be listened to."""
+        method = weighted(collect_inputs(model, random_tokens(model.config.vocab_size)))
+        for row in rows:
+            owner, _, leaf = (row.target or "").rpartition(".")
+            module = model.get_submodule(owner)
+            if leaf != "weight" or type(module) is not QuantizedLinear or module.scheme.bits != 4:
+                continue
+            stored = read_row(row, checkpoint, model.config).to(module.packed.device)
+            for name, part in by_slices(method, stored, schemes[owner], owner)._asdict().items():
+                if part is not None:  # into the memory that is there
+                    getattr(module, name).copy_(part)
 
 
 # %% chapters/32_memory.ipynb #fill-helpers
+def read_row(row: Row, checkpoint: Checkpoint, config: ModelConfig) -> Tensor:
+    """The tensor of one line of the mapping table, as the model wants it."""
+    stored = checkpoint.read(row.source)
+    return row.change(stored, config) if row.change else stored
+
+
 def shared_names(model: nn.Module) -> dict[str, list[str]]:
     """For each parameter's name, all names of the same parameter: two for a tied head, as a rule one."""
     alike: dict[int, list[str]] = {}
@@ -221,12 +247,12 @@ def move_buffers(model: nn.Module, device: torch.device | str) -> None:
 
 # %% chapters/32_memory.ipynb #recipes
 QUANTIZERS["int8"] = Recipe("int8", Scheme(8), Scheme(8))
-QUANTIZERS["int4-rtn"] = Recipe("int4-rtn", Scheme(4, 64), Scheme(8))
-QUANTIZERS["int4"] = Recipe("int4", Scheme(4, 64), Scheme(8))
+QUANTIZERS["int4"] = Recipe("int4", Scheme(4, 64, symmetric=False), Scheme(8), listen=True)
+QUANTIZERS["int4-rtn"] = Recipe("int4-rtn", Scheme(4, 64, symmetric=False), Scheme(8))
 
 
 def find_recipe(name: str) -> Recipe:
-    """A recipe by its name in `QUANTIZERS`, or by that of a scheme such as "int4-g32-asym": the head is then int8.
+    """A recipe by its name in `QUANTIZERS`, or by that of a scheme such as "int4-g32": the head is then int8.
 
     Raises `QuantizationError` for anything else.
     """
@@ -238,7 +264,7 @@ def find_recipe(name: str) -> Recipe:
     except QuantizationError as error:
         raise QuantizationError(f"{error}. Recipes: {', '.join(known)}") from None
     head = scheme if scheme.bits == 8 else Scheme(8)
-    return Recipe(name, scheme, head, QUANTIZERS["int4"].method)
+    return Recipe(name, scheme, head, listen=scheme.bits == 4)
 
 
 # %% chapters/32_memory.ipynb #save-quantized

@@ -16,6 +16,7 @@ from llm_engine import Engine, SamplingParams
 from llm_engine.attention import single
 from llm_engine.cli import app
 from llm_engine.config import ConfigError, load_config
+from llm_engine.int4 import collect_inputs, random_tokens, weighted
 from llm_engine.quantize import (
     QuantizationError,
     QuantizedEmbedding,
@@ -91,13 +92,18 @@ def test_quantized_while_loading_is_quantized_after_loading(tmp_path, name, tied
     folder = model_folder(tmp_path / "m", tied, attention_bias=biases, mlp_bias=biases)
     recipe = QUANTIZERS[name]
     model = load_model(folder, quantize=name)
-    other = quantize_model(
-        load_model(folder),
-        recipe.scheme,
-        skip=(),
-        mixed={"lm_head": recipe.head},
-        method=recipe.method,
-    )
+    how = {"skip": (), "mixed": {"lm_head": recipe.head}}
+    other = quantize_model(load_model(folder), recipe.scheme, **how)
+    if name == "int4":  # listened to, and quantized anew
+        first = load_model(folder, quantize="int4-rtn")
+        loud = collect_inputs(first, random_tokens(first.config.vocab_size))
+
+        def method(weight, scheme, name=""):
+            return (weighted(loud) if scheme.bits == 4 else round_to_nearest)(weight, scheme, name)
+
+        rounded = other.layers[0].ffn.up_proj.packed
+        other = quantize_model(load_model(folder), recipe.scheme, **how, method=method)
+        assert not torch.equal(rounded, other.layers[0].ffn.up_proj.packed)
     ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
     for parameter in theirs:
         if parameter != "embed.weight":
@@ -236,7 +242,9 @@ def test_the_folder_is_complete(tiny, tmp_path):
     assert {FILE, "config.json", "tokenizer.json", "tokenizer_config.json", "notes.txt"} == names
     params = SamplingParams(max_new_tokens=5)
     both = [
-        Engine.from_pretrained(tiny, quantize="int4", runner="torch").generate("abc", params).token_ids,
+        Engine.from_pretrained(tiny, quantize="int4", runner="torch")
+        .generate("abc", params)
+        .token_ids,
         Engine.from_pretrained(written, runner="torch").generate("abc", params).token_ids,
     ]
     assert both[0] == both[1]
