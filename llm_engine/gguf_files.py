@@ -246,7 +246,9 @@ def read_gguf_header(path: str | Path) -> GGUFHeader:
         start = file.read(64)
         if start[:4] != b"GGUF":
             raise GGUFError(f"{path}: {_not_gguf(start, size)}.")
-        (version,) = struct.unpack("<I", start[4:8].ljust(4, b"\0"))
+        if len(start) < 24:
+            raise GGUFError(f"{path}: cut off after {size} bytes. Download it again.")
+        (version,) = struct.unpack("<I", start[4:8])
         if version and version & 0xFFFF == 0:
             raise GGUFError(
                 f"{path}: written for a machine that stores numbers the other way round (big-endian). "

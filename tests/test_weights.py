@@ -377,7 +377,8 @@ def test_folders_without_safetensors(tmp_path):
         open_checkpoint(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(WeightsError, match="convert_gguf"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(tmp_path, "safetensors")
+    (tmp_path / "model.gguf").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(WeightsError, match=r"pickles \(pytorch_model.bin\).*weights_only=True"):
         open_checkpoint(tmp_path)
