@@ -31,6 +31,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,6 +216,12 @@ def scales_of(cache: Cache) -> tuple[Tensor, ...]:
     return (cache.key_scale, cache.value_scale) if hasattr(cache, "key_scale") else ()
 
 
+@lru_cache
+def _has_slots(kind: type) -> bool:
+    # to look at an object for all that the protocol names takes as long as a layer
+    return hasattr(kind, "stage")
+
+
 class NumbaRunner:
     """Runs a Llama model on the CPU by the kernels of this chapter: a few tokens by `decode`, many by `prefill`.
 
@@ -230,7 +238,10 @@ class NumbaRunner:
         self._hooks = hook_tables(model)
         modules = [m for block in model.layers for m in layer_modules(block)]
         self._holders = [m._parameters for m in (*modules, model.norm, model.lm_head)]
-        self._known: list[tuple] = []
+        self._known: list[
+            Tensor | None
+        ] = []  # held, so that no other tensor can get the identity of one
+        self._ids: list[int] = []
         self._landmarks: list[Tensor] = []
         self._places: list[int] = []
         self._noted = False
@@ -284,7 +295,7 @@ class NumbaRunner:
         return logits
 
     def _can(self, cache: Cache) -> bool:
-        if not isinstance(cache, SlotCache) or any(self._hooks):
+        if any(self._hooks) or not _has_slots(type(cache)):
             return False
         return cache.keys.dtype in KINDS or bool(scales_of(cache))
 
@@ -295,7 +306,8 @@ class NumbaRunner:
                 raise ValueError(
                     f"runner='numba' can no longer run this model: {reason}. Make a new engine"
                 )
-            self._known = [(h, name, w) for h in self._holders for name, w in h.items()]
+            self._known = [w for holder in self._holders for w in holder.values()]
+            self._ids = self._identities()
             self._landmarks = [b.attn_norm.weight for b in self.model.layers] + [
                 self.model.norm.weight
             ]
@@ -307,11 +319,11 @@ class NumbaRunner:
     def _unchanged(self) -> bool:
         """Are all weights those of the table, and where they were? A move (`to`, `bfloat16`) takes whole layers along."""
         places = [w.data_ptr() for w in self._landmarks]
-        return (
-            bool(places)
-            and places == self._places
-            and all(h[name] is w for h, name, w in self._known)
-        )
+        return bool(places) and places == self._places and self._ids == self._identities()
+
+    def _identities(self) -> list[int]:
+        # some hundred weights, at every token: without a loop in Python
+        return list(map(id, chain.from_iterable(map(dict.values, self._holders))))
 
     def _scratch(self, team: Team, slots: int) -> Scratch:
         if (
