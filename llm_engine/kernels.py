@@ -862,9 +862,12 @@ def place_of(byte):
     return byte // 32 * 64 + byte % 2 * 32 + byte % 32 // 2
 
 
+# %% chapters/33_integer_kernels.ipynb #put-in-order
 @kernel
 def put_in_order(x, group, nibbles, out):
     """A line of inputs x [columns] in the order in which a row's weights are taken out, into out [W]; 0 where nothing is."""
+    # Zeros everywhere first. Without nibbles: as they come. With: the first half of each group meets the low nibbles of its
+    # bytes, the second half the high ones; a row's byte number is half of the column its group begins with, and on.
     for i in range(len(out)):
         out[i] = 0
     if not nibbles:
@@ -880,6 +883,7 @@ def put_in_order(x, group, nibbles, out):
             out[place_of(first // 2 + i) + 16] = high[i]
 
 
+# %% chapters/33_integer_kernels.ipynb #whole-inputs
 @kernel
 def whole_inputs(x, group, nibbles):
     """x [R, columns] in 16 bits, for rows of weights in groups of `group` columns.
@@ -937,6 +941,8 @@ def int8_row(w, scale, offset, x, factor, sums, groups, per):
     All but the last two are addresses: of the weights, of their scales and offsets (float16; 0: no offsets), of the inputs'
     numbers, factors and sums.
     """
+    # For each group its scale; for each of its chunks 64 products in four steps of 16, then scale * factor times what they add up
+    # to. Then the group's offset times the sum of its inputs. Addresses go on by 64 weights (1 byte each), 64 inputs (2 bytes), 1 factor.
     floats, rest = no_floats(), np.float32(0)
     for g in range(groups):
         s = half(bits_at(scale + 2 * g))
