@@ -156,7 +156,8 @@ def sqnr(
     `loudness`: the mean square of the number that each column is multiplied with. Then signal and noise are those of
     the *product*, as if the inputs were not correlated.
     """
-    signal, noise = weight.double().square(), (weight.double() - approximation.double()).square()
+    # Square the weights, and what is wrong with them. With a loudness, each column counts that much more. Then add up.
+    signal, noise = weight.float().square(), (weight - approximation).float().square()
     if loudness is not None:
         signal, noise = signal * loudness, noise * loudness
     signal, noise = signal.sum().item(), noise.sum().item()
