@@ -71,6 +71,8 @@ class Ledger(TorchDispatchMode):
 
     def _enter(self, x: Tensor) -> None:
         storage = x.untyped_storage()
+        if x.is_meta:  # a shape without memory
+            return
         self._known.add(_memory(x))
         self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)

@@ -435,7 +435,12 @@ import torch
 from llm_engine.transformer import load_model
 import llm_engine
 torch.set_num_threads(1)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def peak():
+    try:  # Linux; its ru_maxrss would include what the parent process had
+        lines = open("/proc/self/status").read().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
 model = load_model(sys.argv[1], quantize="int8")
 print(peak() - before, sum(p.nbytes for p in model.parameters()))
