@@ -73,6 +73,7 @@ def known_rows() -> list[Row]:
         Row("float32"),
         Row("bf16"),
         Row("int8", "rtn"),
+        Row("int8", "least squares"),
         Row("int8", "random tokens"),
         Row("int8", "W8A8"),
     ]
