@@ -34,7 +34,6 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from llm_engine.config import ModelConfig
@@ -59,6 +58,7 @@ from llm_engine.weights import (
     Row,
     SafetensorsCheckpoint,
     WeightsError,
+    parse_header,
     read_header,
     weight_map,
 )
@@ -377,8 +377,12 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         self.bytes = sum(
             info.dtype.itemsize * torch.Size(info.shape).numel() for info in self.tensors.values()
         )
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+        with path.open("rb") as file:
+            header, self._begin = parse_header(file)
+        self._places = {
+            n: entry["data_offsets"] for n, entry in header.items() if n in self.tensors
+        }
+        metadata = header.get("__metadata__", {})
         if metadata.get("format") != FORMAT:
             raise WeightsError(
                 f"{path}: not written by save_quantized (format {metadata.get('format')!r}). Whole weights belong "
@@ -401,13 +405,19 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     def read(self, name: str) -> Tensor:
         """The tensor as stored, its checksum compared."""
-        tensor = super().read(name)
-        if zlib.crc32(raw_bytes(tensor)) != self.checksums.get(name):
+        if name not in self.tensors:
+            raise WeightsError(f"{self.folder}: has no tensor {name!r}")
+        info, (first, last) = self.tensors[name], self._places[name]
+        raw = bytearray(last - first)
+        with info.file.open("rb") as file:
+            file.seek(self._begin + first)
+            file.readinto(raw)
+        if zlib.crc32(raw) != self.checksums.get(name):
             raise WeightsError(
                 f"{self.tensors[name].file}: {name} is not what was written, its checksum differs. The file is damaged: "
                 "copy it again, or quantize the model anew"
             )
-        return tensor
+        return torch.frombuffer(raw, dtype=info.dtype).view(info.shape)
 
     def fill(
         self,
