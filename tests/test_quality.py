@@ -1,14 +1,18 @@
 """quality: the texts, perplexity, distances between predictions, decibels."""
 
+import json
 import math
 import pydoc_data.topics
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_folder import write_tiny_folder
+from typer.testing import CliRunner
 
-from llm_engine.config import ModelConfig
+from llm_engine.config import ModelConfig, load_config
 from llm_engine.engine import Engine
 from llm_engine.quality import (
     calibration_text,
@@ -20,6 +24,7 @@ from llm_engine.quality import (
     window_logits,
     windows,
 )
+from llm_engine.quantize import Scheme
 from llm_engine.tokenizer import Tokenizer
 from llm_engine.transformer import Transformer
 
@@ -182,3 +187,64 @@ def test_loudness_makes_it_the_sqnr_of_the_products():
     products = 10 * math.log10((x @ weight.T).square().sum() / (x @ error.T).square().sum())
     assert sqnr(weight, weight + error, loud) == pytest.approx(products, abs=0.1)
     assert abs(sqnr(weight, weight + error) - products) > 0.5 or loud[4] < 0.5
+
+
+# ---- the table
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """benchmarks/quantization.py, on one thread."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    import quantization
+
+    threads = torch.get_num_threads()
+    yield quantization
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(True)
+
+
+def test_the_table_is_made_and_added_to(benchmark, tmp_path):
+    import typer
+
+    app = typer.Typer()
+    app.command()(benchmark.main)
+    folder, found = write_tiny_folder(tmp_path / "model"), tmp_path / "found.json"
+
+    def run(*options):
+        words = [
+            "--model",
+            str(folder),
+            "--quick",
+            "--threads",
+            "1",
+            "--json",
+            str(found),
+            *options,
+        ]
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output, json.loads(found.read_text("utf8"))
+
+    table, result = run("--only", "float32", "--only", "int4-g64-asym gptq", "--markdown")
+    whole, four = result["rows"]
+    assert whole["kl"] == pytest.approx(0, abs=1e-6) and four["kl"] > 0 and four["top1"] <= 1
+    assert whole["bits_per_weight"] == 32
+    # sizes by hand: 4.5 bits a weight in the layers, 8 in the head, norms in float32
+    model = Transformer(load_config(folder))
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    by_hand = sum(
+        (Scheme(8) if name == "lm_head" else Scheme(4, 64, False)).bytes(*m.weight.shape)
+        for name, m in linear.items()
+    ) + sum(p.nbytes for n, p in model.named_parameters() if "norm" in n or "bias" in n)
+    if not model.config.tie_word_embeddings:  # a table of its own stays as it is
+        by_hand += model.embed.weight.nbytes
+    assert four["memory_bytes"] == by_hand
+    assert by_hand < four["file_bytes"] < by_hand + 40_000
+    assert set(result["speed"]) == {"float32", "int4-g64-asym"}
+    assert table.count("\n| ") >= 3 and "int4-g64-asym | gptq" in table
+    _, more = run("--only", "int8 rtn", "--no-speed")
+    assert [row["name"] for row in more["rows"]] == ["float32", "int8 rtn", "int4-g64-asym gptq"]
+    assert more["rows"][0] == whole and more["speed"] == result["speed"]
+    with pytest.raises(AssertionError, match="no such row"):
+        run("--only", "int3")
