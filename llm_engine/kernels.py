@@ -28,13 +28,16 @@ __all__ = [
     "Tokens",
     "V",
     "Weights",
+    "as_float",
     "at_layer",
     "attend",
+    "converts_halves",
     "decode",
     "dots",
     "fast_exp",
     "finish",
     "four_lines",
+    "four_rows",
     "gated",
     "half",
     "int4_row",
@@ -708,6 +711,8 @@ def softmax_rows(scores, mask):
 
 
 # %% chapters/33_integer_kernels.ipynb #lanes
+import platform
+
 from numba.core.extending import models, register_model
 
 
@@ -848,6 +853,26 @@ def half(bits):
     return _float_of(np.uint32(moved)) * np.float32(2.0**112)
 
 
+# %% chapters/33_integer_kernels.ipynb #as-float
+@intrinsic
+def _converted(context, bits):
+    """A float16 as float32 by the processor's own instruction."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+def converts_halves() -> bool:
+    """Has this processor an instruction that reads float16? (x86 with F16C, which came with AVX2, and ARM with 64 bits.)"""
+    x86 = binding.get_host_cpu_features().get("f16c", False)
+    return bool(x86) or platform.machine().lower() in ("aarch64", "arm64")
+
+
+as_float = _converted if converts_halves() else half
+
+
 # %% chapters/33_integer_kernels.ipynb #inputs
 CHUNK = 64  # columns that are taken together
 
@@ -877,6 +902,15 @@ def put_in_order(x, group, nibbles, out):
     far = group // 2
     for first in range(0, len(x), group):
         low, high = x[first : first + far], x[first + far : first + group]
+        if (
+            len(high) == far and far % 32 == 0
+        ):  # the usual case, 32 bytes at a time; the rule is below
+            for c in range(0, far, 32):
+                into = out[first + 2 * c : first + 2 * c + 64]
+                for j in range(16):
+                    into[j], into[j + 16] = low[c + 2 * j], high[c + 2 * j]
+                    into[j + 32], into[j + 48] = low[c + 2 * j + 1], high[c + 2 * j + 1]
+            continue
         for i in range(len(low)):
             out[place_of(first // 2 + i)] = low[i]
         for i in range(len(high)):
@@ -945,7 +979,7 @@ def int8_row(w, scale, offset, x, factor, sums, groups, per):
     # to. Then the group's offset times the sum of its inputs. Addresses go on by 64 weights (1 byte each), 64 inputs (2 bytes), 1 factor.
     floats, rest = no_floats(), np.float32(0)
     for g in range(groups):
-        s = half(bits_at(scale + 2 * g))
+        s = as_float(bits_at(scale + 2 * g))
         for _ in range(per):
             ints = multiply_add(no_ints(), load_bytes(w), load_shorts(x))
             ints = multiply_add(ints, load_bytes(w + 16), load_shorts(x + 32))
@@ -955,7 +989,7 @@ def int8_row(w, scale, offset, x, factor, sums, groups, per):
             floats = scale_add(floats, ints, f, f)
             w, x, factor = w + CHUNK, x + 2 * CHUNK, factor + 4
         if offset:
-            rest += half(bits_at(offset + 2 * g)) * float_at(sums + 4 * g)
+            rest += as_float(bits_at(offset + 2 * g)) * float_at(sums + 4 * g)
     return total_of(floats) + rest
 
 
@@ -965,7 +999,7 @@ def int4_row(w, scale, offset, x, factor, sums, groups, per):
     """`int8_row` for weights in 4 bits: without offsets they are scale * (nibble - 8)."""
     floats, rest = no_floats(), np.float32(0)
     for g in range(groups):
-        s = half(bits_at(scale + 2 * g))
+        s = as_float(bits_at(scale + 2 * g))
         for _ in range(per):
             four = load_shorts(w)
             ints = multiply_add(no_ints(), nibble(four, 0), load_shorts(x))
@@ -975,7 +1009,7 @@ def int4_row(w, scale, offset, x, factor, sums, groups, per):
             f = s * float_at(factor)
             floats = scale_add(floats, ints, f, f)
             w, x, factor = w + CHUNK // 2, x + 2 * CHUNK, factor + 4
-        z = half(bits_at(offset + 2 * g)) if offset else np.float32(-8) * s
+        z = as_float(bits_at(offset + 2 * g)) if offset else np.float32(-8) * s
         rest += z * float_at(sums + 4 * g)
     return total_of(floats) + rest
 
@@ -988,10 +1022,10 @@ def int8_row_of_32(w, scale, offset, x, factor, sums, groups):
     for g in range(groups):
         ints = multiply_add(no_ints(), load_bytes(w + 32 * g), load_shorts(x + 64 * g))
         ints = multiply_add(ints, load_bytes(w + 32 * g + 16), load_shorts(x + 64 * g + 32))
-        f = half(bits_at(scale + 2 * g)) * float_at(factor + 4 * (g // 2))
+        f = as_float(bits_at(scale + 2 * g)) * float_at(factor + 4 * (g // 2))
         floats = scale_add(floats, ints, f, f)
         if offset:
-            rest += half(bits_at(offset + 2 * g)) * float_at(sums + 4 * g)
+            rest += as_float(bits_at(offset + 2 * g)) * float_at(sums + 4 * g)
     return total_of(floats) + rest
 
 
@@ -1005,11 +1039,11 @@ def int4_row_of_32(w, scale, offset, x, factor, sums, groups):
         ints = multiply_add(ints, nibble(four, 1), load_shorts(at + 32))
         ints = multiply_add(ints, nibble(four, 2), load_shorts(at + 64))
         ints = multiply_add(ints, nibble(four, 3), load_shorts(at + 96))
-        s, t = half(bits_at(scale + 2 * g)), half(bits_at(scale + 2 * g + 2))
+        s, t = as_float(bits_at(scale + 2 * g)), as_float(bits_at(scale + 2 * g + 2))
         f = float_at(factor + 2 * g)
         floats = scale_add(floats, ints, s * f, t * f)
-        y = half(bits_at(offset + 2 * g)) if offset else np.float32(-8) * s
-        z = half(bits_at(offset + 2 * g + 2)) if offset else np.float32(-8) * t
+        y = as_float(bits_at(offset + 2 * g)) if offset else np.float32(-8) * s
+        z = as_float(bits_at(offset + 2 * g + 2)) if offset else np.float32(-8) * t
         rest += y * float_at(sums + 4 * g) + z * float_at(sums + 4 * g + 4)
     return total_of(floats) + rest
 
@@ -1021,10 +1055,97 @@ def shift(scale, offset, sums, groups, nibbles):
     rest = np.float32(0)
     for g in range(groups):
         if offset:
-            rest += half(bits_at(offset + 2 * g)) * float_at(sums + 4 * g)
+            rest += as_float(bits_at(offset + 2 * g)) * float_at(sums + 4 * g)
         elif nibbles:
-            rest -= np.float32(8) * half(bits_at(scale + 2 * g)) * float_at(sums + 4 * g)
+            rest -= np.float32(8) * as_float(bits_at(scale + 2 * g)) * float_at(sums + 4 * g)
     return rest
+
+
+@kernel
+def four_rows(w, far, scale, offset, apart, x, factor, sums, groups, per, nibbles):
+    """`int8_row` or `int4_row` for four rows of weights, `far` bytes apart, their scales `apart` bytes.
+
+    Memory is read ahead in four places, as in chapter 22's `dots`, and the inputs are fetched once.
+    """
+    p, q, s, t = no_floats(), no_floats(), no_floats(), no_floats()
+    a = b = c = d = np.float32(0)
+    for g in range(groups):
+        e, f = as_float(bits_at(scale)), as_float(bits_at(scale + apart))
+        h, k = as_float(bits_at(scale + 2 * apart)), as_float(bits_at(scale + 3 * apart))
+        for _ in range(per):
+            i, j, l, m = no_ints(), no_ints(), no_ints(), no_ints()
+            if nibbles:
+                u, v, y, z = (
+                    load_shorts(w),
+                    load_shorts(w + far),
+                    load_shorts(w + 2 * far),
+                    load_shorts(w + 3 * far),
+                )
+                at = load_shorts(x + 0)
+                i, j = multiply_add(i, nibble(u, 0), at), multiply_add(j, nibble(v, 0), at)
+                l, m = multiply_add(l, nibble(y, 0), at), multiply_add(m, nibble(z, 0), at)
+                at = load_shorts(x + 32)
+                i, j = multiply_add(i, nibble(u, 1), at), multiply_add(j, nibble(v, 1), at)
+                l, m = multiply_add(l, nibble(y, 1), at), multiply_add(m, nibble(z, 1), at)
+                at = load_shorts(x + 64)
+                i, j = multiply_add(i, nibble(u, 2), at), multiply_add(j, nibble(v, 2), at)
+                l, m = multiply_add(l, nibble(y, 2), at), multiply_add(m, nibble(z, 2), at)
+                at = load_shorts(x + 96)
+                i, j = multiply_add(i, nibble(u, 3), at), multiply_add(j, nibble(v, 3), at)
+                l, m = multiply_add(l, nibble(y, 3), at), multiply_add(m, nibble(z, 3), at)
+            else:
+                at = load_shorts(x + 0)
+                i, j = (
+                    multiply_add(i, load_bytes(w + 0), at),
+                    multiply_add(j, load_bytes(w + far + 0), at),
+                )
+                l, m = (
+                    multiply_add(l, load_bytes(w + 2 * far + 0), at),
+                    multiply_add(m, load_bytes(w + 3 * far + 0), at),
+                )
+                at = load_shorts(x + 32)
+                i, j = (
+                    multiply_add(i, load_bytes(w + 16), at),
+                    multiply_add(j, load_bytes(w + far + 16), at),
+                )
+                l, m = (
+                    multiply_add(l, load_bytes(w + 2 * far + 16), at),
+                    multiply_add(m, load_bytes(w + 3 * far + 16), at),
+                )
+                at = load_shorts(x + 64)
+                i, j = (
+                    multiply_add(i, load_bytes(w + 32), at),
+                    multiply_add(j, load_bytes(w + far + 32), at),
+                )
+                l, m = (
+                    multiply_add(l, load_bytes(w + 2 * far + 32), at),
+                    multiply_add(m, load_bytes(w + 3 * far + 32), at),
+                )
+                at = load_shorts(x + 96)
+                i, j = (
+                    multiply_add(i, load_bytes(w + 48), at),
+                    multiply_add(j, load_bytes(w + far + 48), at),
+                )
+                l, m = (
+                    multiply_add(l, load_bytes(w + 2 * far + 48), at),
+                    multiply_add(m, load_bytes(w + 3 * far + 48), at),
+                )
+            o = float_at(factor)
+            p, q = scale_add(p, i, e * o, e * o), scale_add(q, j, f * o, f * o)
+            s, t = scale_add(s, l, h * o, h * o), scale_add(t, m, k * o, k * o)
+            w, x, factor = w + (CHUNK // 2 if nibbles else CHUNK), x + 2 * CHUNK, factor + 4
+        total = float_at(sums + 4 * g)
+        if offset:
+            a += as_float(bits_at(offset)) * total
+            b += as_float(bits_at(offset + apart)) * total
+            c += as_float(bits_at(offset + 2 * apart)) * total
+            d += as_float(bits_at(offset + 3 * apart)) * total
+            offset += 2
+        elif nibbles:
+            total *= np.float32(-8)
+            a, b, c, d = a + e * total, b + f * total, c + h * total, d + k * total
+        scale += 2
+    return total_of(p) + a, total_of(q) + b, total_of(s) + c, total_of(t) + d
 
 
 @kernel
@@ -1035,19 +1156,46 @@ def four_lines(w, scale, x, width, factor, chunks, groups, per, nibbles):
     """
     p, q, s, t = no_floats(), no_floats(), no_floats(), no_floats()
     for g in range(groups):
-        weight_scale = half(bits_at(scale + 2 * g))
+        weight_scale = as_float(bits_at(scale + 2 * g))
         for _ in range(per):
             i, j, k, m = no_ints(), no_ints(), no_ints(), no_ints()
-            for n in range(4):
-                if nibbles:
-                    weights = nibble(load_shorts(w), n)
-                else:
-                    weights = load_bytes(w + 16 * n)
-                at = x + 32 * n
-                i = multiply_add(i, weights, load_shorts(at))
-                j = multiply_add(j, weights, load_shorts(at + 2 * width))
-                k = multiply_add(k, weights, load_shorts(at + 4 * width))
-                m = multiply_add(m, weights, load_shorts(at + 6 * width))
+            four = load_shorts(w)  # of use for nibbles only
+            weights, at = nibble(four, 0) if nibbles else load_bytes(w + 0), x + 0
+            i, j = (
+                multiply_add(i, weights, load_shorts(at)),
+                multiply_add(j, weights, load_shorts(at + 2 * width)),
+            )
+            k, m = (
+                multiply_add(k, weights, load_shorts(at + 4 * width)),
+                multiply_add(m, weights, load_shorts(at + 6 * width)),
+            )
+            weights, at = nibble(four, 1) if nibbles else load_bytes(w + 16), x + 32
+            i, j = (
+                multiply_add(i, weights, load_shorts(at)),
+                multiply_add(j, weights, load_shorts(at + 2 * width)),
+            )
+            k, m = (
+                multiply_add(k, weights, load_shorts(at + 4 * width)),
+                multiply_add(m, weights, load_shorts(at + 6 * width)),
+            )
+            weights, at = nibble(four, 2) if nibbles else load_bytes(w + 32), x + 64
+            i, j = (
+                multiply_add(i, weights, load_shorts(at)),
+                multiply_add(j, weights, load_shorts(at + 2 * width)),
+            )
+            k, m = (
+                multiply_add(k, weights, load_shorts(at + 4 * width)),
+                multiply_add(m, weights, load_shorts(at + 6 * width)),
+            )
+            weights, at = nibble(four, 3) if nibbles else load_bytes(w + 48), x + 96
+            i, j = (
+                multiply_add(i, weights, load_shorts(at)),
+                multiply_add(j, weights, load_shorts(at + 2 * width)),
+            )
+            k, m = (
+                multiply_add(k, weights, load_shorts(at + 4 * width)),
+                multiply_add(m, weights, load_shorts(at + 6 * width)),
+            )
             a, b = float_at(factor), float_at(factor + 4 * chunks)
             c, d = float_at(factor + 8 * chunks), float_at(factor + 12 * chunks)
             p = scale_add(p, i, weight_scale * a, weight_scale * a)
@@ -1074,10 +1222,11 @@ def quantized_rows(weight, numbers, factors, totals, out, add, first, last):
     row_bytes = width // 2 if nibbles else width
     bias = carray(_pointer(weight[BIAS]), (weight[ROWS] if weight[BIAS] else 0,), np.float32)
     line, factor, sums = numbers.ctypes.data, factors.ctypes.data, totals.ctypes.data
-    by_four = R - R % 4 if per else 0
-    for o in range(first, last):
-        w, s = weight[ADDRESS] + o * row_bytes, weight[SCALE] + 2 * o * groups
-        z = weight[OFFSET] + 2 * o * groups if weight[OFFSET] else 0
+    by_four, step = R - R % 4 if per else 0, (last - first) // 4 if per else 0
+    scale, offset = weight[SCALE], weight[OFFSET]
+    for o in range(first, last if by_four else first):  # four lines of inputs at a time
+        w, s = weight[ADDRESS] + o * row_bytes, scale + 2 * o * groups
+        z = offset + 2 * o * groups if offset else 0
         for r in range(0, by_four, 4):
             x, f, t = line + 2 * r * width, factor + 4 * r * chunks, sums + 4 * r * groups
             if nibbles:
@@ -1088,6 +1237,25 @@ def quantized_rows(weight, numbers, factors, totals, out, add, first, last):
             _put(out, bias, r + 1, o, b + shift(s, z, t + 4 * groups, groups, nibbles), add)
             _put(out, bias, r + 2, o, c + shift(s, z, t + 8 * groups, groups, nibbles), add)
             _put(out, bias, r + 3, o, d + shift(s, z, t + 12 * groups, groups, nibbles), add)
+    for o in range(
+        first, first + step if by_four < R else first
+    ):  # lines that are left: four rows at a time
+        w, s = weight[ADDRESS] + o * row_bytes, scale + 2 * o * groups
+        z = offset + 2 * o * groups if offset else 0
+        far, apart = step * row_bytes, 2 * step * groups
+        for r in range(by_four, R):
+            x, f, t = line + 2 * r * width, factor + 4 * r * chunks, sums + 4 * r * groups
+            if nibbles:
+                a, b, c, d = four_rows(w, far, s, z, apart, x, f, t, groups, per, True)
+            else:
+                a, b, c, d = four_rows(w, far, s, z, apart, x, f, t, groups, per, False)
+            _put(out, bias, r, o, a, add)
+            _put(out, bias, r, o + step, b, add)
+            _put(out, bias, r, o + 2 * step, c, add)
+            _put(out, bias, r, o + 3 * step, d, add)
+    for o in range(first + 4 * step, last):  # rows that are left, and groups of 32
+        w, s = weight[ADDRESS] + o * row_bytes, scale + 2 * o * groups
+        z = offset + 2 * o * groups if offset else 0
         for r in range(by_four, R):
             x, f, t = line + 2 * r * width, factor + 4 * r * chunks, sums + 4 * r * groups
             if per and nibbles:
@@ -1129,9 +1297,9 @@ def widen_rows(weight, first, last, out):
     whole = carray(_pointer(weight[ADDRESS]), (rows, 0 if int4 else width), np.int8)
     for o in range(first, last):
         for g in range(groups):
-            s = half(scale[o, g])
+            s = as_float(scale[o, g])
             z = (
-                half(offset[o, g])
+                as_float(offset[o, g])
                 if weight[OFFSET]
                 else np.float32(-8) * s
                 if int4
