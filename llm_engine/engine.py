@@ -573,24 +573,25 @@ class Engine:
         self, ids: Sequence[int], cache: Cache, last: int = 1
     ) -> tuple[Float[Tensor, "last V"], int]:
         """Feed every token of `ids` that `cache` has not seen; (logits at the last positions, positions computed)."""
-        seen = int(cache.seen[0])
-        new, start = unseen(ids, min(seen, len(ids) - last))
-        if start < seen:
-            cache.truncate(start)
-        logits, step = [], self.prefill_chunk or len(new)
-        for at in range(0, len(new), step):
-            if at and int(cache.seen[0]) != start + at:
-                raise EngineError(
-                    "prefill_chunk feeds a prompt in pieces, so it needs a cache that remembers: name another cache, or no chunk"
-                )
-            piece = new[at : at + step]
-            wanted = range(max(0, len(new) - last - at), len(piece))
-            # On the CPU, where checking and counting cost no wait for the device; the runner moves them.
-            rows = torch.tensor([list(wanted)], dtype=torch.long)
-            logits.append(self.runner.logits(single(piece, start + at), cache, rows)[0])
-            cache.commit()
-        # cat also makes an ordinary tensor of one made in inference mode
-        return torch.cat(logits), len(new)
+        with self._around_step():
+            seen = int(cache.seen[0])
+            new, start = unseen(ids, min(seen, len(ids) - last))
+            if start < seen:
+                cache.truncate(start)
+            logits, step = [], self.prefill_chunk or len(new)
+            for at in range(0, len(new), step):
+                if at and int(cache.seen[0]) != start + at:
+                    raise EngineError(
+                        "prefill_chunk feeds a prompt in pieces, so it needs a cache that remembers: name another cache, or no chunk"
+                    )
+                piece = new[at : at + step]
+                wanted = range(max(0, len(new) - last - at), len(piece))
+                # On the CPU, where checking and counting cost no wait for the device; the runner moves them.
+                rows = torch.tensor([list(wanted)], dtype=torch.long)
+                logits.append(self.runner.logits(single(piece, start + at), cache, rows)[0])
+                cache.commit()
+            # cat also makes an ordinary tensor of one made in inference mode
+            return torch.cat(logits), len(new)
 
     def forward(self, request: Request) -> Float[Tensor, "V"]:
         """Logits for the next token of a request, checked to be numbers."""

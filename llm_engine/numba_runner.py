@@ -225,14 +225,17 @@ def _has_slots(kind: type) -> bool:
 class NumbaRunner:
     """Runs a Llama model on the CPU by the kernels of this chapter: a few tokens by `decode`, many by `prefill`.
 
-    Activations are float32 whatever the weights are. `max_rows`: so many tokens at most (B * T) go to `decode`. What the
+    Activations are float32 whatever the weights are. `max_rows`: so many tokens at most (B * T) go to `decode`; by default 8,
+    and 32 for quantized weights, which prefill would have to decode first. What the
     kernels do not do, a cache without slots or a model with hooks, the torch runner does. As many threads as
     `torch.get_num_threads()` says. Weights may be changed in place or moved; after modules were exchanged, make a new runner. Raises `ValueError` for a model that `why_not` names a reason against.
     """
 
-    def __init__(self, model: Transformer, max_rows: int = 8):
+    def __init__(self, model: Transformer, max_rows: int | None = None):
         if (reason := why_not(model)) is not None:
             raise ValueError(f"runner='numba' cannot run this model: {reason}. Use runner='torch'")
+        if max_rows is None:
+            max_rows = 8 if type(model.layers[0].ffn.up_proj) is nn.Linear else 32
         self.model, self.max_rows = model, max_rows
         self.torch = TorchRunner(model)
         self._hooks = hook_tables(model)

@@ -97,7 +97,7 @@ class Recipe:
     """Which scheme each matrix of a model gets, and how its codes are chosen; called, it loads a model that way.
 
     scheme: for the matrices of the layers. head: for the LM head and the embedding (None: they stay as they are).
-    mixed: (pattern, scheme or None) for single modules, the first that matches counts. listen: matrices in 4 bits are
+    mixed: (pattern, scheme or None) for single modules, the first that matches counts. listen: the matrices are
     then read once more and quantized by chapter 31's `weighted`, with what the model, as it is by then, hears while it
     reads random tokens.
     """
@@ -174,15 +174,19 @@ class Recipe:
     def _refine(
         self, model: nn.Module, checkpoint: Checkpoint, rows: list[Row], schemes: dict[str, Scheme]
     ) -> None:
-        """Quantize the matrices in 4 bits once more, now that the model can be listened to."""
+        """Quantize the matrices once more, now that the model can be listened to."""
         method = weighted(collect_inputs(model, random_tokens(model.config.vocab_size)))
+        tied = model.config.tie_word_embeddings
         for row in rows:
             owner, _, leaf = (row.target or "").rpartition(".")
+            owner = (
+                "lm_head" if tied and owner == "embed" else owner
+            )  # what it hears, it hears as the head
             module = model.get_submodule(owner)
-            if leaf != "weight" or type(module) is not QuantizedLinear or module.scheme.bits != 4:
+            if leaf != "weight" or type(module) is not QuantizedLinear:
                 continue
             stored = read_row(row, checkpoint, model.config).to(module.packed.device)
-            for name, part in by_slices(method, stored, schemes[owner], owner)._asdict().items():
+            for name, part in by_slices(method, stored, module.scheme, owner)._asdict().items():
                 if part is not None:  # into the memory that is there
                     getattr(module, name).copy_(part)
 
@@ -246,7 +250,8 @@ def move_buffers(model: nn.Module, device: torch.device | str) -> None:
 
 
 # %% chapters/32_memory.ipynb #recipes
-QUANTIZERS["int8"] = Recipe("int8", Scheme(8), Scheme(8))
+QUANTIZERS["int8"] = Recipe("int8", Scheme(8), Scheme(8), listen=True)
+QUANTIZERS["int8-rtn"] = Recipe("int8-rtn", Scheme(8), Scheme(8))
 QUANTIZERS["int4"] = Recipe("int4", Scheme(4, 64, symmetric=False), Scheme(8), listen=True)
 QUANTIZERS["int4-rtn"] = Recipe("int4-rtn", Scheme(4, 64, symmetric=False), Scheme(8))
 
@@ -264,7 +269,7 @@ def find_recipe(name: str) -> Recipe:
     except QuantizationError as error:
         raise QuantizationError(f"{error}. Recipes: {', '.join(known)}") from None
     head = scheme if scheme.bits == 8 else Scheme(8)
-    return Recipe(name, scheme, head, listen=scheme.bits == 4)
+    return Recipe(name, scheme, head, listen=True)
 
 
 # %% chapters/32_memory.ipynb #save-quantized
