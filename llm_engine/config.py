@@ -34,13 +34,15 @@ class Registry(dict):
     """A named table of interchangeable parts: one chapter fills it, an earlier one looks up.
 
     `table.register("name")` is a decorator. The part registered first is used when nobody names one, unless another
-    is registered with `default=True`. Looking up an unknown name raises `ConfigError` and lists the known names.
+    is registered with `default=True`. Looking up an unknown name raises `ConfigError` and lists the known names, unless
+    `maker`, asked for a part of that name, has one to give and not None.
     """
 
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
         self.default: str | None = None
+        self.maker: Callable | None = None  # for names that follow a rule
 
     def register(self, name: str, *, default: bool = False) -> Callable:
         def add(part):
@@ -52,6 +54,9 @@ class Registry(dict):
         return add
 
     def __missing__(self, name):
+        part = self.maker(name) if self.maker else None
+        if part is not None:
+            return part
         raise ConfigError(
             f"unknown {self.kind} {name!r}. Known: {', '.join(sorted(self)) or 'none'}"
         )

@@ -66,7 +66,7 @@ from llm_engine.hub import (
     unpermute,
 )
 from llm_engine.quantize import Quantized, Scheme
-from llm_engine.quantized_files import check_tied, move_buffers, place, shared_names
+from llm_engine.quantized_files import FILE, check_tied, move_buffers, place, shared_names
 from llm_engine.rope import base_frequencies, llama3_frequencies
 from llm_engine.transformer import QUANTIZERS
 from llm_engine.weights import (
@@ -361,7 +361,7 @@ class GGUFCheckpoint:
     @staticmethod
     def recognizes(folder: Path) -> bool:
         """A companion folder, or one with GGUF files and no safetensors."""
-        if not folder.is_dir():
+        if not folder.is_dir() or (folder / FILE).exists():
             return False
         names = [path.name.lower() for path in folder.iterdir()]
         return POINTER in names or (
@@ -561,7 +561,10 @@ def rope_from_factors(factors: Float[Tensor, "half"], theta: float) -> dict[str,
 
 def rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
     """What config.json should say as `rope_scaling` for this file, or None. Raises `GGUFError` if it cannot be said."""
-    kind = header.field("llama.rope.scaling.type", "none")
+    # Older files have a factor under another name, and do not say of which kind it is: it was always the linear one.
+    old = header.field("llama.rope.scale_linear")
+    factor = header.field("llama.rope.scaling.factor", old)
+    kind = header.field("llama.rope.scaling.type", "linear" if old not in (None, 0, 1) else "none")
     D = header.field(
         "llama.attention.key_length",
         header.field("llama.embedding_length", 0) // header.field("llama.attention.head_count", 1),
@@ -579,7 +582,7 @@ def rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
     if kind == "none":
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": header.field("llama.rope.scaling.factor")}
+        return {"rope_type": "linear", "factor": factor}
     raise GGUFError(f"positions scaled by {kind!r}: take the model's safetensors folder instead")
 
 

@@ -17,8 +17,10 @@ from llm_engine.kv_cache import GrowingCache
 def round_up(x: Float[Tensor, "*shape"]) -> BFloat16[Tensor, "*shape"]:
     """The smallest bfloat16 that is not less than x, for x >= 0. NaN stays NaN."""
     # A bfloat16 is the upper half of a float32. Unless the lower half is 0 already, adding 0xFFFF carries into the upper.
-    bits = x.float().view(torch.int32) + 0xFFFF
-    return (bits & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+    # That would carry a NaN of ones, which a GPU makes, all the way round to -0.
+    x = x.float()
+    up = ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    return torch.where(x.isnan(), x, up).to(torch.bfloat16)
 
 
 # %% chapters/32_memory.ipynb #quantize-tokens

@@ -254,6 +254,7 @@ class MemoryPlan:
             "",
             "bits",
             "weights",
+            "loading",
             "cache",
             "working",
             "runtime",
@@ -261,7 +262,7 @@ class MemoryPlan:
             "fits",
             "longest context",
         )
-        sizes = ("weights", "cache", "working", "runtime", "total")
+        sizes = ("weights", "loading", "cache", "working", "runtime", "total")
         return [headings] + [
             (
                 need.name,
@@ -375,15 +376,16 @@ class Planner:
             "bfloat16": "--dtype bfloat16",
             "int8": "--quantize int8",
             "int4": "--quantize int4",
+            "as stored": "--quantize stored",
         }
         best = next((name for name in names if self.fits(name)), None)
         lines = []
         if best is not None:
-            option = f" ({how[best]})" if best in how else ""
+            option = f" ({how[best]})" if len(names) > 1 else ""  # else it is quantized already
             lines.append(f"The most precise that fits: {best}{option}.")
-            if best == names[0]:
+            if best in (names[0], "as stored"):  # nothing is more precise
                 return lines
-        wanted = names[0] if best is not None else names[-1]
+        wanted = names[0] if best is not None else min(names, key=lambda n: self.ways[n].weights)
         need = self.need(wanted)
         missing = need.total - self.memory
         lines.append(
@@ -391,14 +393,21 @@ class Planner:
         )
         others = []
         if need.longest:
-            others.append((f"a context of {need.longest:,} (--context)", {"context": need.longest}))
+            others.append(
+                (f"a context of {need.longest:,} (plan --context)", {"context": need.longest})
+            )
         fewer = self._largest("batch", wanted, self.batch)
         if 0 < fewer < self.batch:
-            others.append((f"a batch of {fewer} (--batch)", {"batch": fewer}))
+            others.append((f"a batch of {fewer} (plan --batch)", {"batch": fewer}))
         if self.cache != "int8":
             others.append(("keys and values in 8 bits (--cache int8)", {"cache": "int8"}))
         if not self.chunk or self.chunk > 512:
-            others.append(("the prompt 512 tokens at a time (prefill_chunk=512)", {"chunk": 512}))
+            others.append(
+                (
+                    "the prompt 512 tokens at a time (in Python, Engine(prefill_chunk=512))",
+                    {"chunk": 512},
+                )
+            )
         enough = False  # does a change do that leaves context and batch alone?
         for text, change in others:
             then = replace(self, **change).need(wanted, longest=False).total
@@ -485,14 +494,16 @@ def plan(
 
 def _ways(bare: nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype) -> dict[str, Way]:
     """The precisions to compare, the most precise first; `dtype` is that in which quantized models compute."""
-    found: dict[str, Way] = {}
-    if not isinstance(checkpoint, QuantizedCheckpoint):  # there is no way back from codes
-        for name, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-            found[name] = Way(kind, False, weight_bytes(bare, None, kind))
-        for name in ("int8", "int4"):
-            found[name] = Way(dtype, True, weight_bytes(bare, find_recipe(name), dtype))
+    stored: dict[str, Way] = {}
     if hasattr(checkpoint, "stored_bytes"):
-        found["as stored"] = Way(dtype, True, checkpoint.stored_bytes(bare, dtype))
+        stored["as stored"] = Way(dtype, True, checkpoint.stored_bytes(bare, dtype))
+    if isinstance(checkpoint, QuantizedCheckpoint):  # there is no way back from codes
+        return stored
+    found = {"float32": Way(torch.float32, False, weight_bytes(bare, None, torch.float32))}
+    found |= stored  # nothing is rounded in it
+    found["bfloat16"] = Way(torch.bfloat16, False, weight_bytes(bare, None, torch.bfloat16))
+    for name in ("int8", "int4"):
+        found[name] = Way(dtype, True, weight_bytes(bare, find_recipe(name), dtype))
     return found
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "raw_bytes",
     "read_row",
     "save_quantized",
+    "scheme_recipe",
     "shared_names",
     "write_safetensors",
 ]
@@ -70,7 +71,7 @@ def by_slices(
 ) -> Quantized:
     """What `method` makes of the whole matrix, some rows at a time: no second copy of it in float32 is ever there.
 
-    For methods that treat each row alone, as all of chapters 30 and 31 do; the result is the same to the bit.
+    For methods that treat each row alone; the result is then the same to the bit.
     """
     check_weight(weight, name)
     some = max(1, SLICE // weight.shape[1])
@@ -97,7 +98,8 @@ class Recipe:
     """Which scheme each matrix of a model gets, and how its codes are chosen; called, it loads a model that way.
 
     scheme: for the matrices of the layers. head: for the LM head and the embedding (None: they stay as they are).
-    mixed: (pattern, scheme or None) for single modules, the first that matches counts. listen: the matrices are
+    mixed: (pattern, scheme or None) for single modules, the first that matches counts. A table that head and embedding
+    share goes by both names, that of the head first. listen: the matrices are
     then read once more and quantized by chapter 31's `weighted`, with what the model, as it is by then, hears while it
     reads random tokens.
     """
@@ -111,24 +113,23 @@ class Recipe:
 
     def schemes(self, model: nn.Module) -> dict[str, Scheme]:
         """The scheme of each linear module and embedding that is to be quantized; `model` may be on the meta device."""
-        found: dict[str, Scheme] = {}
+        matrices: dict[str, Scheme | None] = {}
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear | Embedding):
                 continue
             scheme = (
                 self.head if isinstance(module, Embedding) or name == "lm_head" else self.scheme
             )
-            scheme = next(
-                (own for pattern, own in self.mixed if fnmatchcase(name, pattern)), scheme
-            )
-            if scheme is not None:
-                found[name] = scheme
+            shared = model.config.tie_word_embeddings and name in ("lm_head", "embed")
+            names = ("lm_head", "embed") if shared else (name,)
+            own = [s for n in names for pattern, s in self.mixed if fnmatchcase(n, pattern)]
+            matrices[name] = own[0] if own else scheme
         for pattern, _ in self.mixed:
-            if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
+            if not any(fnmatchcase(name, pattern) for name in matrices):
                 raise QuantizationError(
-                    f"recipe {self.name}: {pattern!r} matches no module of this model"
+                    f"recipe {self.name}: {pattern!r} matches no linear module or embedding of this model"
                 )
-        return found
+        return {name: scheme for name, scheme in matrices.items() if scheme is not None}
 
     def __call__(
         self,
@@ -256,26 +257,34 @@ QUANTIZERS["int4"] = Recipe("int4", Scheme(4, 64, symmetric=False), Scheme(8), l
 QUANTIZERS["int4-rtn"] = Recipe("int4-rtn", Scheme(4, 64, symmetric=False), Scheme(8))
 
 
-def find_recipe(name: str) -> Recipe:
-    """A recipe by its name in `QUANTIZERS`, or by that of a scheme such as "int4-g32": the head is then int8.
+def scheme_recipe(name: str) -> Recipe | None:
+    """The recipe that has the name of a scheme, such as "int4-g32": the head is then int8. None for other names."""
+    try:
+        scheme = Scheme.parse(name)
+    except QuantizationError:
+        return None
+    return Recipe(name, scheme, scheme if scheme.bits == 8 else Scheme(8), listen=True)
 
-    Raises `QuantizationError` for anything else.
-    """
+
+QUANTIZERS.maker = scheme_recipe  # so each scheme's name will do where a quantization is asked for
+
+
+def find_recipe(name: str) -> Recipe:
+    """A recipe by its name in `QUANTIZERS`, or by that of a scheme. Raises `QuantizationError` for anything else."""
     known = {n: recipe for n, recipe in QUANTIZERS.items() if isinstance(recipe, Recipe)}
     if name in known:
         return known[name]
     try:
-        scheme = Scheme.parse(name)
+        Scheme.parse(name)
     except QuantizationError as error:
         raise QuantizationError(f"{error}. Recipes: {', '.join(known)}") from None
-    head = scheme if scheme.bits == 8 else Scheme(8)
-    return Recipe(name, scheme, head, listen=True)
+    return scheme_recipe(name)
 
 
 # %% chapters/32_memory.ipynb #save-quantized
 FORMAT, VERSION = "llm-engine quantized", 1
 FILE = "quantized.safetensors"  # not model.safetensors: programs that do not know the format do not find weights
-_WEIGHTS = (
+_WEIGHTS = (  # ends of names: what is not copied, as there are weights in it, or the way to them
     ".safetensors",
     ".bin",
     ".pt",
@@ -285,6 +294,7 @@ _WEIGHTS = (
     ".h5",
     ".msgpack",
     ".index.json",
+    "gguf.json",
 )
 
 

@@ -26,7 +26,9 @@ from llm_engine.gguf_files import (
     rope_from_factors,
 )
 from llm_engine.hub import HubError, gguf_file, resolve
+from llm_engine.memory import plan
 from llm_engine.quantize import QuantizedEmbedding, QuantizedLinear
+from llm_engine.quantized_files import QuantizedCheckpoint, save_quantized
 from llm_engine.rope import base_frequencies, llama3_frequencies
 from llm_engine.tokenizer import Tokenizer
 from llm_engine.transformer import load_model
@@ -505,6 +507,12 @@ def test_scaled_positions_arrive_in_the_config(tmp_path):
     write_model(tmp_path / "l.gguf", fields=fields)
     rope = load_config(resolve(tmp_path / "l.gguf")).rope
     assert (rope.rope_type, rope.factor) == ("linear", 4.0)
+    for old, wanted in ((8.0, ("linear", 8.0)), (1.0, ("default", None))):  # the older name
+        write_model(
+            tmp_path / f"o{old}.gguf", fields=[("llama.rope.scale_linear", old, kinds.FLOAT32)]
+        )
+        rope = load_config(resolve(tmp_path / f"o{old}.gguf")).rope
+        assert (rope.rope_type, rope.factor) == wanted
 
 
 # --- text
@@ -653,6 +661,34 @@ def test_a_tied_config_with_two_tables_is_checked(tmp_path):
     (folder / "config.json").write_text(json.dumps(page | {"tie_word_embeddings": True}))
     with pytest.raises(WeightsError, match="tie_word_embeddings.*differ"):
         load_model(folder, quantize="stored")
+
+
+def test_a_quantized_gguf_model_stands_alone(tmp_path):
+    """What is written has its own weights: it loads when the GGUF file is gone."""
+    write_model(tmp_path / "m.gguf", "Q8_0")
+    source = resolve(tmp_path / "m.gguf")
+    model = load_model(source, quantize="int8-rtn")
+    written = save_quantized(model, tmp_path / "q", source, "int8-rtn")
+    assert not (written / "gguf.json").exists()
+    (tmp_path / "m.gguf").unlink()
+    for _ in range(2):
+        assert type(open_checkpoint(written)) is QuantizedCheckpoint
+        again = dict(load_model(resolve(written)).named_parameters())
+        assert all(torch.equal(w, again[n]) for n, w in model.named_parameters())
+        (written / "gguf.json").write_text("{}", "utf8")  # one that was copied before
+
+
+def test_the_plan_of_a_gguf_file_offers_its_blocks(tmp_path, default_folder):
+    question = {"context": 100, "device": "cpu", "runner": "torch"}
+    made = plan(gguf_file(), memory="700MB", **question)
+    assert [n.name for n in made.needs] == ["float32", "as stored", "bfloat16", "int8", "int4"]
+    assert made.needs[1].weights == 96_576_768 and made.fits(made.needs[0]) == "no"
+    assert made.advice == ("The most precise that fits: as stored (--quantize stored).",)
+    write_model(tmp_path / "m.gguf", "Q4_0")  # smaller than int4, whose head has 8 bits
+    for file, least in ((gguf_file(), "int4"), (tmp_path / "m.gguf", "as stored")):
+        made = plan(file, memory="100MB", **question)
+        assert least == min(made.needs, key=lambda need: need.weights).name
+        assert made.advice[0].startswith(f"{least} needs ")
 
 
 def test_the_default_model_runs_in_the_blocks_it_came_in(default_folder):

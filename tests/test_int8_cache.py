@@ -114,6 +114,15 @@ def test_zero_rows_and_what_is_not_finite():
     assert back[1].isnan().any() and not back[2].isfinite().all(), "a broken model still shows"
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001])
+def test_every_nan_still_shows(bits):
+    """CUDA makes a NaN of ones only; adding to its bits carries into the sign."""
+    nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    assert nan.isnan() and round_up(nan).isnan()
+    row = torch.cat([torch.ones(3), nan])
+    assert restore_tokens(*quantize_tokens(row), torch.float32).isnan().all()
+
+
 def test_each_token_and_head_has_a_scale_of_its_own():
     x = torch.ones(1, 2, 3, 4) * torch.tensor([1.0, 100.0]).view(1, 2, 1, 1)
     x[0, 0, 1] = 1e6

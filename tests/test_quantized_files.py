@@ -161,8 +161,31 @@ def test_single_modules_may_have_a_scheme_of_their_own(tiny):
     assert model.layers[1].ffn.up_proj.scheme == Scheme(4, 16)
     assert model.lm_head.weight is model.embed.weight, "head None: left alone, still shared"
     assert logits(model).isfinite().all()
-    with pytest.raises(QuantizationError, match=r"'nothing\.\*' matches no module"):
-        load_model(tiny, quantize=Recipe("x", Scheme(8), None, mixed=(("nothing.*", None),)))
+    for pattern in ("nothing.*", "layers.0", "*norm"):  # a module's name is not enough
+        wrong = Recipe("x", Scheme(8), None, mixed=((pattern, None),))
+        with pytest.raises(QuantizationError, match=r"' matches no linear module or embedding"):
+            load_model(tiny, quantize=wrong)
+
+
+@TIED
+def test_a_shared_table_goes_by_both_names(tmp_path, tied):
+    folder = model_folder(tmp_path / "m", tied)
+    for mixed, head, table in (
+        ((("lm_head", Scheme(4, 16)),), Scheme(4, 16), Scheme(8)),
+        ((("embed", Scheme(4, 16)),), Scheme(8), Scheme(4, 16)),
+        ((("embed", Scheme(4, 32)), ("lm_head", Scheme(4, 16))), Scheme(4, 16), Scheme(4, 32)),
+    ):
+        model = load_model(folder, quantize=Recipe("x", Scheme(8), Scheme(8), mixed=mixed))
+        if tied:
+            head = table = head if mixed[-1][0] == "lm_head" else table
+            assert model.embed.head is model.lm_head
+        assert model.lm_head.scheme == head and model.embed.head.scheme == table
+    alone = load_model(
+        folder, quantize=Recipe("x", Scheme(8), Scheme(8), mixed=(("lm_head", None),))
+    )
+    assert type(alone.lm_head) is torch.nn.Linear
+    assert isinstance(alone.embed, OwnedEmbedding) != tied
+    assert not tied or alone.lm_head.weight is alone.embed.weight
 
 
 def test_recipes_by_name():
@@ -170,8 +193,19 @@ def test_recipes_by_name():
     made = find_recipe("int4-g32-asym")
     assert made.scheme == Scheme(4, 32, False) and made.head == Scheme(8)
     assert find_recipe("int8-g32").head == Scheme(8, 32)
-    with pytest.raises(QuantizationError, match=r"unknown scheme 'int5x'.*Recipes: int8, int4"):
+    with pytest.raises(QuantizationError, match=r"unknown scheme 'int5x'.*Recipes: int8, int8-rtn, int4"):
         find_recipe("int5x")
+
+
+def test_the_name_of_a_scheme_will_do_wherever_a_quantization_is_asked_for(tiny, tmp_path):
+    engine = Engine.from_pretrained(tiny, quantize="int4-g32-asym", runner="torch")
+    assert engine.model.layers[0].ffn.up_proj.scheme == Scheme(4, 32, False)
+    assert engine.model.lm_head.scheme == Scheme(8)
+    assert "int4-g32-asym" not in QUANTIZERS, "made when it is asked for"
+    done = run("generate", "ab", "-m", str(tiny), "--quantize", "int4-g16", "-n", "2")
+    assert done.exit_code == 0, done.output
+    with pytest.raises(ConfigError, match="unknown quantization 'int4-g7x'. Known: int4, int4-rtn"):
+        load_model(tiny, quantize="int4-g7x")
 
 
 def test_nan_and_missing_weights_are_named_before_anything_is_made(tiny):
