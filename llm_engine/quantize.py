@@ -357,6 +357,11 @@ class QuantizedLinear(nn.Module):
                     f"{name} does not fit {scheme.name} with {columns} columns: expected {_describe(wanted)}, "
                     f"got {_describe(value)}. Were they stored with another scheme?"
                 )
+        rows, device = len(q.packed), q.packed.device
+        if bias is not None and (bias.shape != (rows,) or bias.device != device):
+            raise QuantizationError(
+                f"bias does not fit: expected [{rows}] on {device}, got {_describe(bias)} on {bias.device}"
+            )
         made._set(q, bias)
         return made
 
@@ -487,8 +492,8 @@ def quantize_model(
     `skip`: names to leave alone (`*` stands for anything). `mixed`: name -> a scheme of its own, or None to leave it
     alone; the first pattern that matches counts, and it counts more than `skip`. An embedding that shares the weight of
     a module which is quantized reads that module's storage from then on. `linear`: the module to put in.
-    Raises `QuantizationError` before anything is changed: for a pattern that matches nothing, weights with NaN, and a
-    module that is quantized already.
+    Raises `QuantizationError` before anything is changed: for a pattern that matches nothing, weights with NaN or so
+    large that their scale is no float16, and a module that is quantized already.
     """
     mixed = mixed or {}
     found = {
@@ -514,6 +519,7 @@ def quantize_model(
                 f"skip=({name!r},)"
             )
         check_weight(module.weight, name)
+        check_scales(*find_scales(group_columns(module.weight.detach(), own), own), name)
         chosen[name] = own
     for name, own in chosen.items():
         _swap(model, name, linear.from_linear(found.pop(name), own, method, name))

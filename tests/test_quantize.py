@@ -489,6 +489,14 @@ def test_tensors_that_do_not_fit_the_scheme_are_refused():
     with pytest.raises(QuantizationError, match="packed does not fit int8-g32 with 65 columns"):
         QuantizedLinear.from_quantized(q, Scheme(8, 32), 65)
     assert QuantizedLinear.from_quantized(q, Scheme(8, 32), 64).packed.data_ptr() == q.packed.data_ptr()  # fmt: skip
+    for bias, what in (
+        (torch.zeros(4), r"torch.float32 \[4\] on cpu"),
+        (torch.zeros(3, 1), r"torch.float32 \[3, 1\] on cpu"),
+        (torch.zeros(3, device="meta"), r"torch.float32 \[3\] on meta"),
+    ):
+        with pytest.raises(QuantizationError, match=rf"bias does not fit: expected \[3\] on cpu, got {what}"):  # fmt: skip
+            QuantizedLinear.from_quantized(q, Scheme(8, 32), 64, bias)
+    assert QuantizedLinear.from_quantized(q, Scheme(8, 32), 64, torch.ones(3)).bias.shape == (3,)
 
 
 # ---- models
@@ -619,6 +627,18 @@ def test_nothing_is_changed_when_one_weight_cannot_be_quantized():
         hollow = tiny()
     with pytest.raises(QuantizationError, match="layers.0.attn.q_proj has no numbers yet"):
         quantize_model(hollow, INT8)
+
+
+@each_scheme
+def test_nothing_is_changed_when_the_last_scale_is_too_large_for_float16(scheme):
+    model = tiny()
+    model.layers[1].ffn.down_proj.weight[7, 3] = 1e8  # 1e8 / 255 is too large with every scheme
+    before = kinds(model)
+    with pytest.raises(QuantizationError, match=r"layers.1.ffn.down_proj: the \w+ of row 7, group 0 is too large"):  # fmt: skip
+        quantize_model(model, scheme)
+    assert kinds(model) == before
+    spared = quantize_model(model, scheme, mixed={"layers.1.ffn.down_proj": None})
+    assert type(spared.layers[1].ffn.down_proj) is nn.Linear
 
 
 @each_scheme
