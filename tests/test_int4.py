@@ -111,7 +111,7 @@ def test_zero_rows_and_tiny_numbers(method, name):
 def test_what_no_scale_fits_is_named(method, bad):
     weight = noise(3, 4, 64)
     weight[1, 5] = bad
-    with pytest.raises(QuantizationError, match="m|scale"):
+    with pytest.raises(QuantizationError, match="^m holds|^m: the scale"):
         METHODS[method](64)(weight, Scheme(4, 32), "m")
 
 
@@ -245,7 +245,7 @@ def test_inputs_are_those_that_the_modules_get(model):
 def test_listening_leaves_nothing_behind(model):
     collect_inputs(model, random_tokens(90, 1, 4))
     assert not any(m._forward_pre_hooks for m in model.modules())
-    with pytest.raises(Exception, match="."):
+    with pytest.raises(ValueError, match="token id 1000 at .* outside the vocabulary"):
         collect_inputs(model, torch.full((1, 4), 1000))
     assert not any(m._forward_pre_hooks for m in model.modules())
 
