@@ -235,7 +235,9 @@ class Ours(Contestant):
     def feed(self, ids: list[int]) -> int:
         self.ids += ids
         self.logits, _ = self.engine.feed(self.ids, self.cache)
-        return int(self.logits[-1].numpy().argmax())  # not by torch: its threads would go on spinning
+        return int(
+            self.logits[-1].numpy().argmax()
+        )  # not by torch: its threads would go on spinning
 
     def last_logits(self) -> np.ndarray:
         return self.logits[-1].float().numpy().copy()

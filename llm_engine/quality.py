@@ -19,7 +19,7 @@ __all__ = [
 import math
 import pydoc_data.topics
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
