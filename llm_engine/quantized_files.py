@@ -15,6 +15,7 @@ __all__ = [
     "put",
     "raw_bytes",
     "read_row",
+    "row_slices",
     "save_quantized",
     "scheme_recipe",
     "shared_names",
@@ -66,6 +67,12 @@ from llm_engine.weights import (
 
 
 # %% chapters/32_memory.ipynb #by-slices
+def row_slices(weight: Tensor) -> list[slice]:
+    """The rows of a matrix in pieces of some million weights."""
+    some = max(1, SLICE // weight.shape[1])
+    return [slice(first, first + some) for first in range(0, len(weight), some)]
+
+
 def by_slices(
     method: Method, weight: Float[Tensor, "rows columns"], scheme: Scheme, name: str = ""
 ) -> Quantized:
@@ -74,11 +81,7 @@ def by_slices(
     For methods that treat each row alone; the result is then the same to the bit.
     """
     check_weight(weight, name)
-    some = max(1, SLICE // weight.shape[1])
-    parts = [
-        method(weight[first : first + some].float(), scheme, name)
-        for first in range(0, len(weight), some)
-    ]
+    parts = [method(weight[rows].float(), scheme, name) for rows in row_slices(weight)]
     joined = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
     return parts[0] if len(parts) == 1 else Quantized(*joined)
 
@@ -170,26 +173,25 @@ class Recipe:
                 model.get_submodule(owner).register_parameter(leaf, weight)
         move_buffers(model, device)
         if self.listen:
-            self._refine(model, checkpoint, rows, schemes)
+            self._refine(model, checkpoint, rows)
 
-    def _refine(
-        self, model: nn.Module, checkpoint: Checkpoint, rows: list[Row], schemes: dict[str, Scheme]
-    ) -> None:
+    def _refine(self, model: nn.Module, checkpoint: Checkpoint, rows: list[Row]) -> None:
         """Quantize the matrices once more, now that the model can be listened to."""
         method = weighted(collect_inputs(model, random_tokens(model.config.vocab_size)))
         tied = model.config.tie_word_embeddings
         for row in rows:
             owner, _, leaf = (row.target or "").rpartition(".")
-            owner = (
-                "lm_head" if tied and owner == "embed" else owner
-            )  # what it hears, it hears as the head
+            if tied and owner == "embed":
+                owner = "lm_head"  # what a shared table hears, it hears as the head
             module = model.get_submodule(owner)
             if leaf != "weight" or type(module) is not QuantizedLinear:
                 continue
-            stored = read_row(row, checkpoint, model.config).to(module.packed.device)
-            for name, part in by_slices(method, stored, module.scheme, owner)._asdict().items():
-                if part is not None:  # into the memory that is there
-                    getattr(module, name).copy_(part)
+            stored = read_row(row, checkpoint, model.config)
+            for piece in row_slices(stored):  # each piece at once into the memory that is there
+                part = stored[piece].to(module.packed.device, torch.float32)
+                for name, new in method(part, module.scheme, owner)._asdict().items():
+                    if new is not None:
+                        getattr(module, name)[piece] = new
 
 
 # %% chapters/32_memory.ipynb #fill-helpers
