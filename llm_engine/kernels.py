@@ -104,7 +104,7 @@ def kernel(function: Callable, *, any_order: bool = True) -> Callable:
             function
         ),  # what a checker of arguments may have wrapped around it cannot be translated
         nogil=True,
-        cache=_KEPT,
+        cache=_KEPT and inspect.unwrap(function).__module__ == __name__,
         error_model="numpy",
         fastmath={"contract", "arcp", "nsz"} | ({"reassoc"} if any_order else set()),
     )
@@ -1281,7 +1281,8 @@ def quantized_product(weight, x, out, add, me, team):
     quantized_rows(weight, numbers, factors, totals, out, add, first, last)
 
 
-MORE_KINDS.append(quantized_product)
+if not MORE_KINDS:  # once: on this page the package has done it already
+    MORE_KINDS.append(quantized_product)
 
 
 # %% chapters/33_integer_kernels.ipynb #widen-rows
