@@ -902,9 +902,8 @@ def put_in_order(x, group, nibbles, out):
     far = group // 2
     for first in range(0, len(x), group):
         low, high = x[first : first + far], x[first + far : first + group]
-        if (
-            len(high) == far and far % 32 == 0
-        ):  # the usual case, 32 bytes at a time; the rule is below
+        # The usual case, a whole group of 64 or more, goes by 32 bytes at a time; the rule stands below.
+        if len(high) == far and far % 32 == 0:
             for c in range(0, far, 32):
                 into = out[first + 2 * c : first + 2 * c + 64]
                 for j in range(16):
@@ -1081,7 +1080,7 @@ def four_rows(w, far, scale, offset, apart, x, factor, sums, groups, per, nibble
                     load_shorts(w + 2 * far),
                     load_shorts(w + 3 * far),
                 )
-                at = load_shorts(x + 0)
+                at = load_shorts(x)
                 i, j = multiply_add(i, nibble(u, 0), at), multiply_add(j, nibble(v, 0), at)
                 l, m = multiply_add(l, nibble(y, 0), at), multiply_add(m, nibble(z, 0), at)
                 at = load_shorts(x + 32)
@@ -1094,14 +1093,14 @@ def four_rows(w, far, scale, offset, apart, x, factor, sums, groups, per, nibble
                 i, j = multiply_add(i, nibble(u, 3), at), multiply_add(j, nibble(v, 3), at)
                 l, m = multiply_add(l, nibble(y, 3), at), multiply_add(m, nibble(z, 3), at)
             else:
-                at = load_shorts(x + 0)
+                at = load_shorts(x)
                 i, j = (
-                    multiply_add(i, load_bytes(w + 0), at),
-                    multiply_add(j, load_bytes(w + far + 0), at),
+                    multiply_add(i, load_bytes(w), at),
+                    multiply_add(j, load_bytes(w + far), at),
                 )
                 l, m = (
-                    multiply_add(l, load_bytes(w + 2 * far + 0), at),
-                    multiply_add(m, load_bytes(w + 3 * far + 0), at),
+                    multiply_add(l, load_bytes(w + 2 * far), at),
+                    multiply_add(m, load_bytes(w + 3 * far), at),
                 )
                 at = load_shorts(x + 32)
                 i, j = (
@@ -1160,7 +1159,7 @@ def four_lines(w, scale, x, width, factor, chunks, groups, per, nibbles):
         for _ in range(per):
             i, j, k, m = no_ints(), no_ints(), no_ints(), no_ints()
             four = load_shorts(w)  # of use for nibbles only
-            weights, at = nibble(four, 0) if nibbles else load_bytes(w + 0), x + 0
+            weights, at = nibble(four, 0) if nibbles else load_bytes(w), x
             i, j = (
                 multiply_add(i, weights, load_shorts(at)),
                 multiply_add(j, weights, load_shorts(at + 2 * width)),
