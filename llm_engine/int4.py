@@ -90,7 +90,7 @@ def solve_scales(
 # %% chapters/31_int4.ipynb #fit-scales
 SHRUNK = (1.0, 0.85)  # where the search begins: at the whole range, and at a part of it
 ROUNDS = 3
-PIECE = 1 << 17  # weights
+PIECE = 1 << 19  # weights: 2 MB
 
 
 def fit_scales(
