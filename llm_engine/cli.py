@@ -25,6 +25,7 @@ from typer.core import TyperGroup
 
 from llm_engine.engine import Completion, Engine
 from llm_engine.hub import DEFAULT_MODEL, resolve
+from llm_engine.progress import no_progress
 from llm_engine.sampler import SamplingParams
 from llm_engine.tokenizer import Tokenizer
 
@@ -55,7 +56,8 @@ class FriendlyGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with notes_to_stderr(logging.ERROR if ctx.params.get("quiet") else logging.INFO):
+            quiet = bool(ctx.params.get("quiet"))
+            with notes_to_stderr(logging.ERROR if quiet else logging.INFO), no_progress(quiet):
                 return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
@@ -99,7 +101,8 @@ def _print_version(wanted: bool) -> bool:
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No notes on stderr, only errors.")
+        bool,
+        typer.Option("--quiet", "-q", help="No notes and no progress bars on stderr, only errors."),
     ] = False,
     version: Annotated[
         bool,

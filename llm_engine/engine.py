@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from llm_engine.attention import CACHES, Cache, NoCache, single
 from llm_engine.config import Registry, load_config
 from llm_engine.hub import DEFAULT_MODEL, resolve
+from llm_engine.progress import no_progress
 from llm_engine.sampler import (
     Candidates,
     LogitsError,
@@ -420,12 +421,12 @@ class Engine:
     def from_pretrained(
         cls, name_or_folder: str | Path = DEFAULT_MODEL, *, device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None, cache: Any = None, runner: Any = None, quantize: Any = None,
-        **options: Any,
+        progress: bool = True, **options: Any,
     ) -> "Engine":  # fmt: skip
         """Load a known name, a local folder or a Hub id; what loading will take is logged first.
 
         device, dtype: see `pick_device` and `pick_dtype`. quantize: store the weights with fewer bits, see `load_model`.
-        options: as for `Engine`. Raises `ValueError` for a bad choice before anything is downloaded, and what `resolve`,
+        progress: show bars while it takes long. options: as for `Engine`. Raises `ValueError` for a bad choice before anything is downloaded, and what `resolve`,
         `load_config` and `load_weights` raise.
         """
         device = pick_device(device)
@@ -438,11 +439,12 @@ class Engine:
             pick(registry, choice)
         if isinstance(quantize, str):
             QUANTIZERS[quantize]
-        folder = resolve(name_or_folder)
-        dtype = pick_dtype(dtype, device, load_config(folder).dtype)
-        if quantize is None:
-            _log.info(memory_line(open_checkpoint(folder), dtype, device))
-        model = load_model(folder, device=device, dtype=dtype, quantize=quantize)
+        with no_progress(not progress):
+            folder = resolve(name_or_folder)
+            dtype = pick_dtype(dtype, device, load_config(folder).dtype)
+            if quantize is None:
+                _log.info(memory_line(open_checkpoint(folder), dtype, device))
+            model = load_model(folder, device=device, dtype=dtype, quantize=quantize)
         tokenizer = Tokenizer.from_folder(folder)
         return cls(model, tokenizer, cache=cache, runner=runner, folder=folder, **options)
 

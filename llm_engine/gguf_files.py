@@ -65,6 +65,7 @@ from llm_engine.hub import (
     read_gguf_tensor,
     unpermute,
 )
+from llm_engine.progress import track
 from llm_engine.quantize import Quantized, Scheme
 from llm_engine.quantized_files import FILE, check_tied, move_buffers, place, shared_names
 from llm_engine.rope import base_frequencies, llama3_frequencies
@@ -698,7 +699,8 @@ def keep_stored(
     rows = weight_map(checkpoint, model)
     check_tied(rows, checkpoint)
     names, schemes = shared_names(model), [scheme_of(checkpoint, model, row) for row in rows]
-    for row, scheme in zip(rows, schemes, strict=True):
+    pairs = list(zip(rows, schemes, strict=True))
+    for row, scheme in track(pairs, "loading weights", unit="tensors"):
         if row.target is None:
             continue
         if scheme is not None:

@@ -43,7 +43,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llm_engine.config import Registry
+from llm_engine.progress import Bar, progress_bar, track
 
 
 # %% chapters/12_weights.ipynb #gguf-unpermute
@@ -113,29 +114,6 @@ ATTEMPTS = 4
 TIMEOUT = 60.0  # seconds without a byte
 
 
-@contextlib.contextmanager
-def _progress(
-    show: bool, what: str, *, of_bytes: bool = True
-) -> Iterator[Callable[[int, int | None], None]]:
-    """A function to call with (done, total); draws a bar on stderr if `show`."""
-    if not show:
-        yield lambda done, total: None
-        return
-    from rich import progress
-    from rich.console import Console
-
-    amount = progress.DownloadColumn() if of_bytes else progress.MofNCompleteColumn()
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        amount,
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def sha256_of(path: str | Path) -> str:
     """The SHA-256 of a file, as 64 hex digits."""
     with Path(path).open("rb") as file:
@@ -151,9 +129,9 @@ def download(url: str, path: str | Path, sha256: str, *, progress: bool = True) 
     path = Path(path)
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _progress(progress, path.name) as report:
+    with progress_bar(path.name, unit="bytes", show=progress) as bar:
         for fresh in (False, True):
-            resumed = _fetch(url, part, report)
+            resumed = _fetch(url, part, bar)
             got = sha256_of(part)
             if got == sha256:
                 os.replace(part, path)
@@ -167,7 +145,7 @@ def download(url: str, path: str | Path, sha256: str, *, progress: bool = True) 
     )
 
 
-def _fetch(url: str, part: Path, report: Callable[[int, int | None], None]) -> bool:
+def _fetch(url: str, part: Path, bar: Bar) -> bool:
     """All of `url` into `part`; returns whether bytes from before were kept."""
     resumed = False
     for attempt in range(1, ATTEMPTS + 1):
@@ -180,11 +158,12 @@ def _fetch(url: str, part: Path, report: Callable[[int, int | None], None]) -> b
                 resumed = resumed or have > 0
                 left = reply.headers.get("Content-Length")
                 total = have + int(left) if left else None
+                bar.resume(have)
                 with part.open("ab" if have else "wb") as file:
                     while block := reply.read(1 << 18):
                         file.write(block)
                         have += len(block)
-                        report(have, total)
+                        bar.update(have, total)
             if total is None or have == total:
                 return resumed
             problem: OSError = ConnectionError(
@@ -476,7 +455,7 @@ def read_gguf_tensor(tensor: Any) -> Float[Tensor, "*shape"]:
     return torch.from_numpy(values.astype("float32", copy=True)).reshape(shape)
 
 
-def convert_gguf(gguf_path: str | Path, folder: str | Path, *, progress: bool = False) -> Path:
+def convert_gguf(gguf_path: str | Path, folder: str | Path, *, progress: bool = True) -> Path:
     """Write a Llama GGUF file as an ordinary Hugging Face folder, in float32. `folder` must not exist yet.
 
     float32, since the unpacked values (scale * integer + offset) do not fit float16 or bfloat16 exactly. The folder
@@ -504,13 +483,11 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, *, progress: bool = 
     K = field("llama.attention.head_count_kv", N)
     pages = describe_gguf(field, names)
     weights: dict[str, Tensor] = {}
-    with _progress(progress, "unpacking tensors", of_bytes=False) as report:
-        for i, tensor in enumerate(reader.tensors):
-            name, weight = gguf_name(tensor.name), read_gguf_tensor(tensor)
-            if "q_proj" in name or "k_proj" in name:
-                weight = unpermute(weight, N if "q_proj" in name else K)
-            weights[name] = weight.contiguous()
-            report(i + 1, len(reader.tensors))
+    for tensor in track(reader.tensors, "unpacking", unit="tensors", show=progress):
+        name, weight = gguf_name(tensor.name), read_gguf_tensor(tensor)
+        if "q_proj" in name or "k_proj" in name:
+            weight = unpermute(weight, N if "q_proj" in name else K)
+        weights[name] = weight.contiguous()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name + ".") as made:
         new = Path(made) / folder.name
@@ -587,20 +564,44 @@ def _wheel_model(name: str, *, progress: bool) -> Path:
     return folder
 
 
+def _hub_bar(bar: Bar) -> type:
+    """A class of bars for huggingface_hub which draw nothing, and pass the bytes that they count on to `bar`."""
+    from huggingface_hub.utils import tqdm
+
+    class HubBar(tqdm):
+        def __init__(self, *args: Any, **options: Any):
+            # "transfer" counts what comes over the wire, which may be compressed; its total is a guess
+            self._counts = options.get("unit") == "B" and "transfer" not in str(options.get("name"))
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self._counts:
+                bar.update(int(self.n), int(self.total) if self.total else None)
+
+    return HubBar
+
+
 def _hub_model(repo: str, *, progress: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     endpoint = os.environ.get("HF_ENDPOINT", huggingface_hub.constants.ENDPOINT)
-    if not progress:
-        disable_progress_bars()
+    quiet = are_progress_bars_disabled()
+    disable_progress_bars()  # theirs: ours shows what they count
     try:
-        folder = snapshot_download(
-            repo,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer.model"],
-            ignore_patterns=["*/*"],  # copies in other formats, e.g. original/ and onnx/
-        )
+        with progress_bar(repo, unit="bytes", show=progress) as bar:
+            folder = snapshot_download(
+                repo,
+                allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer.model"],
+                ignore_patterns=["*/*"],  # copies in other formats, e.g. original/ and onnx/
+                tqdm_class=_hub_bar(bar),
+            )
     except errors.GatedRepoError as error:
         raise HubError(
             f"{repo} is gated: its owners want you to accept their conditions first. Log in at {endpoint}/{repo} "
@@ -623,7 +624,7 @@ def _hub_model(repo: str, *, progress: bool) -> Path:
     except errors.HfHubHTTPError as error:
         raise HubError(f"{repo}: {endpoint} answered: {error}") from error
     finally:
-        if not progress:
+        if not quiet:
             enable_progress_bars()
     folder = Path(folder)
     if not list(folder.glob("*.safetensors")):

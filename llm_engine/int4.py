@@ -27,6 +27,7 @@ from jaxtyping import Float, Float16, Float32, Int
 from torch import Tensor, nn
 
 from llm_engine.attention import Batch, NoCache
+from llm_engine.progress import progress_bar, track
 from llm_engine.quantize import (
     Method,
     QuantizationError,
@@ -218,6 +219,7 @@ def collect_inputs(
             if x is not last[0]:
                 last = (x, _moments(x, products))
             found[name] = last[1]
+            bar.advance()
 
         return hook
 
@@ -231,7 +233,8 @@ def collect_inputs(
         weight = model.norm.weight
         pos = torch.arange(length, device=weight.device).expand(rows, -1)
         cache = NoCache(model.config, rows, weight.device, weight.dtype)
-        hidden = model(Batch(ids.to(weight.device), pos, None), cache)
+        with progress_bar("listening", len(hooks) - 1, unit="matrices") as bar:  # not the head's
+            hidden = model(Batch(ids.to(weight.device), pos, None), cache)
     finally:
         for hook in hooks:
             hook.remove()
@@ -274,7 +277,8 @@ def gptq(products: Mapping[str, Float[Tensor, "columns columns"]], damping: floa
 
         left = weight.float().T[order].contiguous()  # [columns, rows]: what is still to be rounded
         codes = torch.zeros(scheme.width(columns), len(weight), device=weight.device)
-        for first in range(0, columns, BLOCK):
+        blocks = range(0, columns, BLOCK)
+        for first in track(blocks, name or "one column after the other", unit="blocks"):
             last = min(first + BLOCK, columns)
             errors = torch.zeros(last - first, len(weight), device=weight.device)
             for j in range(first, last):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from llm_engine.attention import Batch, NoCache
 from llm_engine.engine import Engine
+from llm_engine.progress import track
 from llm_engine.transformer import TorchRunner
 
 
@@ -90,6 +91,7 @@ def measure(
     model: nn.Module | Engine,
     windows: Int[Tensor, "count length"],
     reference: Iterable[Float[Tensor, "length V"]] = (),
+    progress: bool = True,
 ) -> Quality:
     """Read each window from its beginning, alone, and judge the prediction of its tokens 1, 2, …
 
@@ -97,7 +99,7 @@ def measure(
     in memory at a time.
     """
     nll, kl, top1, reference = 0.0, 0.0, 0.0, iter(reference)
-    for ids, logits in zip(windows, window_logits(model, windows), strict=True):
+    for ids, logits in zip(windows, window_logits(model, windows, progress), strict=True):
         logp = logits[:-1].float().log_softmax(-1)
         target = ids[1:, None].to(logp.device)
         nll -= logp.gather(1, target).double().sum().item()
@@ -111,18 +113,20 @@ def measure(
     return Quality(math.exp(nll / tokens), kl / tokens, top1 / tokens, tokens)
 
 
-def perplexity(model: nn.Module | Engine, windows: Int[Tensor, "count length"]) -> float:
+def perplexity(
+    model: nn.Module | Engine, windows: Int[Tensor, "count length"], progress: bool = True
+) -> float:
     """exp of the mean negative log-probability of the tokens 1, 2, … of each window, given those before them."""
-    return measure(model, windows).perplexity
+    return measure(model, windows, progress=progress).perplexity
 
 
 def window_logits(
-    model: nn.Module | Engine, windows: Int[Tensor, "count length"]
+    model: nn.Module | Engine, windows: Int[Tensor, "count length"], progress: bool = True
 ) -> Iterable[Float[Tensor, "length V"]]:
     """The logits of each window, one after the other. An engine reads them with its runner and a cache of its own kind."""
     length = windows.shape[1]
     pos, rows = torch.arange(length)[None], torch.arange(length)[None]
-    for ids in windows:
+    for ids in track(windows, "reading", len(windows), unit="windows", show=progress):
         if isinstance(model, Engine):
             runner, cache = model.runner, model.new_cache()
         else:

@@ -39,6 +39,7 @@ from jaxtyping import Float, Float16, Float32, Int, Int8, Int32, UInt8
 from torch import Tensor, nn
 
 from llm_engine.embedding import Embedding, check_ids
+from llm_engine.progress import track
 
 
 # %% chapters/30_int8.ipynb #scheme
@@ -521,7 +522,7 @@ def quantize_model(
         check_weight(module.weight, name)
         check_scales(*find_scales(group_columns(module.weight.detach(), own), own), name)
         chosen[name] = own
-    for name, own in chosen.items():
+    for name, own in track(chosen.items(), "quantizing", unit="matrices"):
         _swap(model, name, linear.from_linear(found.pop(name), own, method, name))
     return model
 

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from llm_engine.config import ModelConfig
 from llm_engine.embedding import Embedding
 from llm_engine.int4 import collect_inputs, random_tokens, weighted
+from llm_engine.progress import progress_bar, track
 from llm_engine.quantize import (
     SLICE,
     Method,
@@ -157,7 +158,7 @@ class Recipe:
         rows = weight_map(checkpoint, model)
         check_tied(rows, checkpoint)
         schemes, names = self.schemes(model), shared_names(model)
-        for row in rows:
+        for row in track(rows, f"loading as {self.name}", unit="tensors"):
             if row.target is None:
                 continue
             stored = read_row(row, checkpoint, model.config)
@@ -179,7 +180,7 @@ class Recipe:
         """Quantize the matrices once more, now that the model can be listened to."""
         method = weighted(collect_inputs(model, random_tokens(model.config.vocab_size)))
         tied = model.config.tie_word_embeddings
-        for row in rows:
+        for row in track(rows, f"improving {self.name}", unit="tensors"):
             owner, _, leaf = (row.target or "").rpartition(".")
             if tied and owner == "embed":
                 owner = "lm_head"  # what a shared table hears, it hears as the head
@@ -369,10 +370,11 @@ def write_safetensors(
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with Path(path).open("wb") as file:
+    with Path(path).open("wb") as file, progress_bar("writing", at, unit="bytes") as bar:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
             file.write(raw_bytes(tensor))
+            bar.advance(tensor.nbytes)
 
 
 # %% chapters/32_memory.ipynb #quantized-checkpoint
@@ -473,7 +475,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
                 + "\nIs config.json that of this model? If so, quantize it anew."
             )
         names = shared_names(model)
-        for name in wanted:
+        for name in track(wanted, "loading weights", unit="tensors"):
             stored = self.read(name)
             kind = stored.dtype if name in codes or dtype is None else dtype
             weight = nn.Parameter(stored.to(device, kind, copy=True), requires_grad=False)

@@ -68,6 +68,7 @@ from llm_engine.attention import CACHES, Attention, Batch, visible
 from llm_engine.config import ModelConfig, Registry
 from llm_engine.engine import Engine
 from llm_engine.hub import DEFAULT_MODEL, cache_dir, resolve
+from llm_engine.progress import progress_bar, track
 from llm_engine.sampler import SamplingParams
 from llm_engine.tokenizer import Tokenizer
 from llm_engine.transformer import TorchRunner, Transformer, load_model
@@ -301,14 +302,21 @@ def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> nn
     """
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError:
         raise VerifyError(NEED_TRANSFORMERS) from None
+    theirs = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
-        ).eval()
+        with progress_bar("loading with transformers"):
+            return AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
+            ).eval()
     except (ValueError, KeyError) as error:
         raise VerifyError(f"transformers can't load {folder}: {error}") from error
+    finally:
+        if theirs:
+            logging.enable_progress_bar()
 
 
 @torch.inference_mode()
@@ -457,10 +465,11 @@ def compare_models(
     tolerance = TOLERANCES[model.embed.weight.dtype] if tolerance is None else tolerance
     expected = reference
     if isinstance(reference, nn.Module):
-        expected = [record_reference(reference, row, inside=inside) for row in rows]
+        prompts = track(rows, "reading with transformers", unit="prompts")
+        expected = [record_reference(reference, row, inside=inside) for row in prompts]
     found, error = record_engine(model, batch, list(expected[0]))
     lengths, checks = [len(row) for row in rows], []
-    for name in expected[0]:
+    for name in track(expected[0], "comparing", unit="places"):
         if name not in found:
             note = f"not reached: {_one_line(error)}" if error else "our model has no such module"
             checks.append(Check(name, False, None, float("inf"), float("inf"), note))
@@ -851,7 +860,7 @@ def examine(
         "text": lambda: text_checks(engine, known, reference, trained),
     }
     checks = []
-    for name, test in tests.items():
+    for name, test in track(tests.items(), "checking", unit="tests"):
         try:
             done = test()
         except (

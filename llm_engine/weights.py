@@ -37,6 +37,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from llm_engine.config import ModelConfig, Registry
+from llm_engine.progress import track
 
 
 # %% chapters/12_weights.ipynb #weights-error
@@ -447,7 +448,7 @@ def load_weights(
                     f"config.json says tie_word_embeddings, but {row.source} and {used.source} differ. "
                     "One of the two is wrong; if the weights are right, set tie_word_embeddings to false."
                 )
-    for target, row in source.items():
+    for target, row in track(source.items(), "loading weights", unit="tensors"):
         stored = checkpoint.read(row.source)
         if row.change:
             stored = row.change(stored, model.config)
