@@ -40,7 +40,7 @@ from exercises import (
 
 FRAMES = "released"  # in a student's folder: the notebooks as they were handed out, for `check`
 TOOLS = ("sync.py", "classroom.py", "exercises.py")
-BEYOND = "# This cell needs later chapters ({}). Below is what it shows once they are there."
+BEYOND = "# This cell needs a later chapter ({}). Below is what it shows once that is there."
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__.partition("\n")[0])
 out = Console(highlight=False)
@@ -169,7 +169,7 @@ def mark_out_of_reach(notebook, absent: set[str]) -> None:
     for cell in notebook.cells:
         if cell.get("id") in lacking:
             head, code = sync.split_head(source(cell).split("\n"))
-            note = BEYOND.format(", ".join(lacking[cell.id]))
+            note = BEYOND.format(", ".join(f"llm_engine.{m}" for m in lacking[cell.id]))
             cell.source = "\n".join([*head, note, *code])
             cell.metadata.tags = [*cell.metadata.get("tags", []), "raises-exception"]
 
@@ -269,7 +269,7 @@ Hand in the notebooks of these chapters.
 * `llm_engine/`: written by `sync.py`, never edited by hand. At first it holds only what came before.
 * `overlays/`, later: the reference for exercises you could not finish. Put there what you get, and run
   `.venv/bin/python chapters/classroom.py apply`, then `sync.py`. What you have written stays; only what is missing is filled in.
-* A cell that says it needs later chapters cannot run yet. What you see below it is what it will show.
+* A cell that says it needs a later chapter cannot run yet. What you see below it is what it will show.
 * Numbers and pictures under cells with `In [ ]` are the reference's. Running a cell replaces them by yours.
 
 To carry on in the folder of a later release, copy your notebooks over its own: `cp OLD/chapters/1*.ipynb NEW/chapters/`.

@@ -239,22 +239,39 @@ def imported_modules(code: str) -> Iterator[str]:
 
 
 def out_of_reach(notebook: dict, absent: set[str]) -> dict[str, list[str]]:
-    """Cells that cannot run without these modules of the package, and what they lack: a module, or a cell before."""
+    """Cells that stop without these modules of the package, and which of them they lack, perhaps through cells before."""
     found: dict[str, list[str]] = {}
-    lost: dict[str, str] = {}  # name -> the cell that would have set it
+    lost: dict[str, list[str]] = {}  # name -> what the statement that sets it lacks
     for cell in notebook["cells"]:
         code = source(cell)
         if cell["cell_type"] != "code" or cell["id"] == "setup" or code.startswith("#| export"):
             continue
-        lacks = [f"llm_engine.{module}" for module in imported_modules(code) if module in absent]
-        try:
-            sets, needs = names_of(plain(code))
-        except (SyntaxError, ValueError):
-            sets, needs = set(), set()
-        lacks += [f"cell {lost[name]}" for name in sorted(needs & lost.keys())]
+        lacks: list[str] = []
+        for statement in statements(plain(code)):  # the first that lacks something ends the cell
+            sets, needs = names_of(statement)
+            if not lacks:
+                lacks += [m for m in imported_modules(statement) if m in absent]
+                lacks += [m for name in sorted(needs & lost.keys()) for m in lost[name]]
+            for name in sets:
+                lost.pop(name, None)
+                if lacks:
+                    lost[name] = lacks
         if lacks:
             found[cell["id"]] = list(dict.fromkeys(lacks))
-            lost |= dict.fromkeys(sets, cell["id"])
-        else:
-            lost = {name: origin for name, origin in lost.items() if name not in sets}
     return found
+
+
+def statements(code: str) -> list[str]:
+    """The text of each top-level statement; none if the code cannot be parsed."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError):
+        return []
+    lines = code.split("\n")
+    return ["\n".join(lines[first_line(s) - 1 : s.end_lineno]) for s in body]
+
+
+def first_line(statement: ast.stmt) -> int:
+    """Where a statement begins, its decorators included."""
+    decorators = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(d.lineno for d in decorators)])
