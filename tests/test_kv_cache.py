@@ -879,13 +879,13 @@ def test_cached_chunked_and_uncached_write_the_same_tokens(engine):
     assert len(prompts) == 10
     cached = Engine(engine.model, engine.tokenizer, runner="torch")
     chunked = Engine(engine.model, engine.tokenizer, runner="torch", prefill_chunk=7)
-    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
     for text in prompts:
         plain = engine.generate(text, params)
         for other in (cached, chunked):
             done = other.generate(text, params)
             assert done.token_ids == plain.token_ids, text
-            assert done.positions_computed == len(plain.prompt_ids) + 4
+            assert done.positions_computed == len(plain.prompt_ids) + 2
 
 
 def test_real_logits_through_every_cache(engine):
