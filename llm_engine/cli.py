@@ -16,15 +16,18 @@ __all__ = [
 # %% chapters/18_engine.ipynb #cli
 import contextlib
 import logging
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+import llm_engine.viz as viz
 from llm_engine.engine import Completion, Engine
-from llm_engine.hub import DEFAULT_MODEL, resolve
+from llm_engine.hub import DEFAULT_MODEL, MODELS, resolve
 from llm_engine.progress import no_progress
 from llm_engine.sampler import SamplingParams
 from llm_engine.tokenizer import Tokenizer
@@ -376,6 +379,206 @@ def generate(
         raise typer.Exit(130)  # what shells expect of a program that Ctrl-C ended
 
 
+# %% chapters/18_engine.ipynb #cli-files
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="The picture: .png, .svg or .pdf. Default: a new .png in this folder.",
+    ),
+]
+NumbersOption = Annotated[
+    Path | None, typer.Option("--numbers", help="Also write the numbers: a .csv or .json file.")
+]
+NoPictureOption = Annotated[bool, typer.Option("--no-picture", help="Print the table alone.")]
+TextArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[MODEL] TEXT", help="A model, or none, and a text; - reads it from stdin."
+    ),
+]
+ChatOption = Annotated[
+    bool,
+    typer.Option("--chat", help="Put the text as a user's message, through the chat template."),
+]
+
+
+class Files:
+    """What a command writes beside its table. Made, and so checked, before the work begins."""
+
+    def __init__(
+        self,
+        name: str,
+        picture: Path | None,
+        numbers: Path | None,
+        no_picture: bool,
+        needed: bool = True,
+    ):
+        self.picture, self.numbers = None, numbers and viz.output_file(numbers, "", viz.TABLES)
+        if no_picture:
+            return
+        try:
+            viz.new_figure(1, 1)  # is matplotlib there?
+            self.picture = viz.output_file(picture, name)
+        except ImportError as error:
+            if needed:
+                raise ImportError(f"{error}. The numbers alone: --no-picture") from None
+            typer.echo(f"no picture: {error}", err=True)
+
+    def write_numbers(self, headers: Sequence[str], rows: Iterable[Any], **about: Any) -> None:
+        if self.numbers:
+            there = self.numbers.exists()
+            viz.save_rows(self.numbers, headers, rows, **about)
+            typer.echo(f"{'replaced' if there else 'wrote'} {self.numbers}", err=True)
+
+    def draw(self, texts: Iterable[str], figure: Any) -> None:
+        """Save the figure that `figure()` draws; `texts` are what it will have to write."""
+        if self.picture:
+            there = self.picture.exists()
+            with viz.machine_fonts(texts):
+                viz.save_figure(figure(), self.picture)
+            typer.echo(f"{'replaced' if there else 'wrote'} {self.picture}", err=True)
+
+
+def model_and_text(words: list[str]) -> tuple[str, str]:
+    """The two arguments, of which the first may be missing."""
+    if len(words) > 2:
+        raise typer.BadParameter(
+            f'a text of several words needs quotes: "{" ".join(words)}"; before it may stand a model'
+        )
+    if len(words) == 1 and words[0] in MODELS:
+        raise typer.BadParameter(f"{words[0]} is a model; after it comes a text, in quotes")
+    known = words[0] in MODELS or re.search(r"[/\\.]", words[0]) or Path(words[0]).exists()
+    if len(words) == 2 and not known:
+        raise typer.BadParameter(f"{words[0]!r} is no model; a text of several words needs quotes")
+    model, text = words if len(words) == 2 else (DEFAULT_MODEL, words[0])
+    return model, sys.stdin.read() if text == "-" else text
+
+
+def read_tokens(engine: Engine, text: str, chat: bool) -> tuple[list[int], list[str]]:
+    """The ids of a text, and each as a label."""
+    asked = [{"role": "user", "content": text}]
+    ids = engine.encode(engine.tokenizer.apply_chat_template(asked) if chat else text)
+    return ids, [engine.tokenizer.token(i) for i in ids]
+
+
+def chosen_heads(text: str | None, N: int) -> list[int]:
+    """Numbers such as "0,3-5"; None means all N."""
+    if text is None:
+        return list(range(N))
+    heads: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"--heads: {text!r} should look like 0,3-5")
+        heads += range(int(first), int(last if dash else first) + 1)
+    wrong = [head for head in heads if head >= N]
+    if wrong or not heads:
+        raise ValueError(f"--heads: {text!r}: this model has the heads 0 to {N - 1}")
+    return list(dict.fromkeys(heads))
+
+
+# %% chapters/18_engine.ipynb #cli-attention
+LONGEST = 1024  # tokens: what a picture, and the memory for it, still hold
+
+
+@app.command()
+def attention(
+    words: TextArgument,
+    layer: Annotated[int, typer.Option("--layer", "-l", help="Which layer; -1 is the last.")] = 0,
+    heads: Annotated[
+        str | None, typer.Option("--heads", help="Which heads, such as 0,3-5. Default: all.")
+    ] = None,
+    output: OutputOption = None,
+    numbers: NumbersOption = None,
+    no_picture: NoPictureOption = False,
+    chat_template: ChatOption = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Show which token looks at which, in one layer.
+
+    [dim]
+    llm-engine attention "The cat sat on the mat because it was tired" --layer 3
+
+    llm-engine attention smollm2-135m "Hello" -l 3 --heads 0,4-6 -o heads.svg --numbers heads.csv
+    [/dim]
+    """
+    model, text = model_and_text(words)
+    files = Files(f"attention-layer-{layer}", output, numbers, no_picture)
+    engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
+    L = engine.config.num_hidden_layers
+    if not -L <= layer < L:
+        raise ValueError(f"--layer {layer}: {model} has the layers 0 to {L - 1}")
+    chosen = chosen_heads(heads, engine.config.num_attention_heads)
+    ids, tokens = read_tokens(engine, text, chat_template)
+    if len(ids) > LONGEST:
+        raise ValueError(f"{len(ids):,} tokens make no readable picture: give at most {LONGEST:,}")
+    place = f"layers.{layer % L}.attn.probs"
+    with engine.trace(keep=(place,)) as trace:
+        engine.step(ids)
+    probs = trace.tensors[place][0].float().cpu()
+    typer.echo(viz.text_table(*viz.attention_summary(probs, tokens, chosen)))
+    headers = ("head", "query", "key", "query token", "key token", "probability")
+    cells = (
+        (head, i, j, tokens[i], tokens[j], float(f"{probs[head, i, j]:.6g}"))
+        for head in chosen
+        for i in range(len(ids))
+        for j in range(i + 1)
+    )
+    files.write_numbers(headers, cells, model=model, layer=layer % L, text=text, ids=ids)
+    title = f"{model}, layer {layer % L}"
+    files.draw(tokens, lambda: viz.attention_figure(probs, tokens, heads=chosen, title=title))
+
+
+@app.command()
+def logits(
+    words: TextArgument,
+    top: Annotated[int, typer.Option("--top", help="How many candidates.", min=1)] = 10,
+    output: OutputOption = None,
+    numbers: NumbersOption = None,
+    no_picture: NoPictureOption = False,
+    chat_template: ChatOption = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Show the likeliest next tokens after a text.
+
+    [dim]
+    llm-engine logits "The capital of France is"
+
+    llm-engine logits smollm2-135m --chat "Why is the sky blue?" --top 20 -o sky.pdf --numbers sky.json
+    [/dim]
+    """
+    model, text = model_and_text(words)
+    files = Files("logits", output, numbers, no_picture)
+    engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
+    ids, tokens = read_tokens(engine, text, chat_template)
+    found = engine.step(ids).float().cpu()[: engine.tokenizer.vocab_size]
+    best = found.topk(min(top, len(found)))
+    probs = found.softmax(-1)[best.indices]
+    rows = [
+        (rank, i, engine.tokenizer.token(i), float(f"{logit:.6g}"), float(f"{p:.6g}"))
+        for rank, (i, logit, p) in enumerate(
+            zip(best.indices.tolist(), best.values.tolist(), probs.tolist(), strict=True), 1
+        )
+    ]
+    table = [(rank, str(i), token, f"{logit:.3f}", f"{p:.2%}") for rank, i, token, logit, p in rows]
+    typer.echo(viz.text_table(("", "id", "token", "logit", "probability"), table))
+    headers = ("rank", "id", "token", "logit", "probability")
+    files.write_numbers(headers, rows, model=model, text=text, ids=ids)
+    end = "".join(tokens)[-50:]
+    texts = [end, *(row[2] for row in rows)]
+    shown = min(top, 40)
+    files.draw(
+        texts,
+        lambda: viz.logits_figure(
+            found, engine.tokenizer, top=shown, title=f"{model}: {viz.plain_label(end)} → ?"
+        ),
+    )
+
+
 # %% chapters/18_engine.ipynb #cli-shapes
 @app.command()
 def shapes(
@@ -386,10 +589,19 @@ def shapes(
     everything: Annotated[
         bool, typer.Option("--all", help="Every layer, also where all are alike.")
     ] = False,
+    output: OutputOption = None,
+    numbers: NumbersOption = None,
+    no_picture: NoPictureOption = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
 ) -> None:
-    """Show the shape of what every module returns."""
+    """Show the shape of what every module returns, as a table and a picture.
+
+    [dim]
+    llm-engine shapes smollm2-135m --prompt "Hello" -o shapes.svg
+    [/dim]
+    """
+    files = Files("shapes", output, numbers, no_picture, needed=output is not None)
     engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
     with engine.trace() as trace:
         engine.step(engine.encode(prompt))
@@ -399,14 +611,19 @@ def shapes(
         if parts[0] == "layers":
             layers.setdefault(parts[1], []).append((*parts[2:], row.shape))
     alike = all(rows == layers["0"] for rows in layers.values())
-    if alike and not everything:
-        typer.echo(trace.table("[!l]*", "lm_head", "layers.0", "layers.0.*", ""))
-        typer.echo(
-            f"Layers 1 to {len(layers) - 1} have the same shapes as layer 0; --all prints them too.",
-            err=True,
-        )
-    else:
-        typer.echo(trace.table())
+    one = alike and not everything
+    patterns = ("[!l]*", "lm_head", "layers.0", "layers.0.*", "") if one else ()
+    typer.echo(trace.table(*patterns))
+    if one:
+        note = "have the same shapes as layer 0; --all prints them too."
+        typer.echo(f"Layers 1 to {len(layers) - 1} {note}", err=True)
+    rows = trace.select(*patterns)
+    cells = [
+        (r.name, r.letters, list(r.shape), str(r.dtype)[6:], r.min, r.max, r.mean) for r in rows
+    ]
+    headers = ("module", "axes", "shape", "dtype", "min", "max", "mean")
+    files.write_numbers(headers, cells, model=model, text=prompt)
+    files.draw([], lambda: viz.shapes_figure(rows, title=f"{model}: {viz.plain_label(prompt)}"))
 
 
 @app.command()
