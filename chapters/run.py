@@ -43,6 +43,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path = CHAPTERS, timeout: i
         timeout=timeout,
         kernel_name="python3",
         record_timing=False,
+        coalesce_streams=True,  # where a kernel's messages are cut depends on the moment
         resources={"metadata": {"path": str(folder)}},
     )
     client.execute()

@@ -326,7 +326,8 @@ def write(want: dict[str, str]) -> None:
             raise SyncError(
                 f"llm_engine/{module}.py was written by hand; move it away before a chapter exports {module}"
             )
-        print(f"llm_engine/{module}.py was not written by this script: left alone")
+        if have[module].strip():
+            print(f"llm_engine/{module}.py was not written by this script: left alone")
     PACKAGE.mkdir(exist_ok=True)
     for module, text in want.items():
         if have.get(module) != text:
