@@ -4,6 +4,7 @@
 For teachers, in a checkout of the book:
 
     python chapters/classroom.py release 11 12 --to FOLDER       a folder for students: these chapters without their solutions
+    python chapters/classroom.py grade HANDED_IN --to FOLDER     grade a folder of notebooks: scores.csv and feedback pages
     python chapters/classroom.py overlay 11 12 --to FOLDER       after the deadline: the reference for what is still missing
 
 For students, in the folder they were given:
@@ -22,6 +23,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 
 CHAPTERS = Path(__file__).resolve().parent
 ROOT = CHAPTERS.parent
@@ -30,16 +34,31 @@ if str(CHAPTERS) not in sys.path:  # also when this file is imported from elsewh
 
 import sync
 from exercises import (
+    BEGIN,
+    END,
+    OVERLAID,
+    TODO,
     Chapter,
+    Exercise,
+    Found,
+    Submission,
+    SubmissionError,
+    Verdict,
     grader,
+    judge,
     out_of_reach,
     read_chapters,
+    read_submission,
+    setup_of,
+    shape,
     source,
+    trial_cells,
     without_hidden_tests,
 )
+from trials import Limits, Trials
 
 FRAMES = "released"  # in a student's folder: the notebooks as they were handed out, for `check`
-TOOLS = ("sync.py", "classroom.py", "exercises.py")
+TOOLS = ("sync.py", "classroom.py", "exercises.py", "trials.py")
 BEYOND = "# This cell needs a later chapter ({}). Below is what it shows once that is there."
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__.partition("\n")[0])
@@ -276,6 +295,223 @@ To carry on in the folder of a later release, copy your notebooks over its own: 
 """
 
 
+# ---- overlay
+
+
+def overlay(words: list[str], to: Path, folder: Path = CHAPTERS) -> list[Path]:
+    """Write the reference of chapters, for students who have not finished them: FOLDER/NN_name.ipynb."""
+    book = read_chapters(folder)
+    chapters = chosen(words, book)
+    to.mkdir(parents=True, exist_ok=True)
+    for chapter in chapters:
+        save(to, chapter.name, complete_version(chapter, set()))
+    return [to / f"{chapter.name}.ipynb" for chapter in chapters]
+
+
+def apply(files: list[Path], replace: set[str] = frozenset(), folder: Path = CHAPTERS) -> list[str]:
+    """Take overlays over into a student's notebooks. Returns what was done, a line each.
+
+    What the student has written wins. The reference fills in what is still as it was given, and what is missing. An exercise named
+    in `replace` gets the reference in any case; the notebook as it was is then kept in `mine/`.
+    """
+    done = []
+    for file in files:
+        reference = Chapter(file.stem, json.loads(file.read_text("utf8")))
+        place = folder / file.name
+        frame_file = folder / FRAMES / file.name
+        if not place.exists() or not frame_file.exists():
+            if place.exists():
+                done.append(f"{file.stem}: is complete here already, nothing to do")
+            else:
+                save(folder, file.stem, editable_lines(reference.notebook))
+                done.append(f"{file.stem}: was not here, taken over as a whole")
+            continue
+        frame = Chapter(file.stem, json.loads(frame_file.read_text("utf8")))
+        try:
+            submission = read_submission(place)
+        except SubmissionError as error:
+            raise ClassroomError(f"{place}: {error}") from None
+        notebook = json.loads(place.read_text("utf-8-sig"))
+        filled = []
+        for exercise in frame.exercises.values():
+            found = submission.find(exercise, frame)
+            wanted = exercise.id in replace or exercise.key in replace or "all" in replace
+            if found.state in ("stub", "missing") or (wanted and found.state == "written"):
+                put(notebook, reference, exercise.id, found)
+                filled.append(exercise.id)
+        if filled:
+            kept = keep_a_copy(place, folder.parent / "mine")
+            save(folder, file.stem, notebook)
+            done.append(
+                f"{file.stem}: {', '.join(filled)} from the reference (before: mine/{kept.name})"
+            )
+        else:
+            done.append(f"{file.stem}: you have written all of it, nothing to do")
+    return done
+
+
+def put(notebook: dict, reference: Chapter, exercise: str, found: Found) -> None:
+    """The reference's cell in the place of the student's, or at the end if there is none."""
+    head, code = sync.split_head(source(reference.code[exercise]).split("\n"))
+    code = [line for line in code if line.strip() not in (BEGIN, END)]
+    text = "\n".join([*head, OVERLAID, *code])
+    cells = notebook["cells"]
+    cell = {**reference.code[exercise], "outputs": [], "execution_count": None, "source": text}
+    cell["source"] = text.splitlines(keepends=True)
+    if found.state == "missing":
+        order = list(reference.code)
+        before = set(order[: order.index(exercise)])
+        at = max((i for i, c in enumerate(cells, 1) if c.get("id") in before), default=0)
+        cells.insert(at, cell)
+    else:
+        cells[found.number - 1] = cell
+    # the same cell again further down would define it anew
+    for other in cells:
+        if other is not cell and other.get("id") == exercise:
+            other["id"] = f"{exercise}-before"
+
+
+def keep_a_copy(path: Path, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    copy, number = folder / path.name, 1
+    while copy.exists():
+        number += 1
+        copy = folder / f"{path.stem}_{number}.ipynb"
+    shutil.copyfile(path, copy)
+    return copy
+
+
+def editable_lines(notebook: dict) -> dict:
+    return as_lines(editable(notebook))
+
+
+# ---- check
+
+
+def own_cells(submission: Submission, frame: Chapter, exercise: Exercise, found: Found) -> dict:
+    """The student's notebook as cells by id, for one exercise: theirs, with given cells they deleted, and the test as it was given."""
+    mine = {c.id or f"cell-{c.number}": c.code for c in submission.cells}
+    order = list(mine)
+    for cell_id in reversed(list(frame.code)):  # deleted ones go before what followed them
+        if cell_id not in mine:
+            after = list(frame.code)[list(frame.code).index(cell_id) + 1 :]
+            at = next((order.index(i) for i in after if i in order), len(order))
+            order.insert(at, cell_id)
+    cells = {i: mine.get(i, source(frame.code.get(i, {}))) for i in order if i != "setup"}
+    for other in frame.exercises.values():
+        if other.id != exercise.id:
+            cells[other.id] = submission.find(other, frame).code
+    cells[exercise.id] = found.code
+    del cells[
+        exercise.test_id
+    ]  # it comes last, wherever it stands in the notebook, and as it was given
+    return cells | {exercise.test_id: exercise.seen_tests}
+
+
+def check(place: Path, frame: Chapter, only: list[str], trials: Trials, step) -> list[Verdict]:
+    """Test the exercises of one notebook, each by itself, with the tests that a student sees."""
+    exercises = [e for e in frame.exercises.values() if not only or e.id in only]
+    try:
+        submission = read_submission(place)
+    except SubmissionError as error:
+        return [Verdict(e, "unreadable", f"{place.name}: {error}") for e in exercises]
+    verdicts = []
+    for exercise in exercises:
+        step(exercise)
+        found = submission.find(exercise, frame)
+        if found.state in ("stub", "missing"):
+            verdicts.append(Verdict(exercise, found.state, "", found.notes, found))
+            continue
+        cells = own_cells(submission, frame, exercise, found)
+        outcomes = trials.run(trial_cells(cells, exercise, found))
+        verdict = judge(exercise, found, outcomes)
+        if found.state == "overlaid":
+            verdict.notes += ("this is the reference, from an overlay",)
+        tests = [c.code for c in submission.cells if exercise.test_id in (c.id, c.grade_id)]
+        if not tests:
+            verdict.notes += ("its test cell is gone from the notebook; here it was run anyway",)
+        elif shape_or_text(tests[-1]) != shape_or_text(exercise.seen_tests):
+            verdict.notes += ("its test cell was changed; here the test as it was given was run",)
+        verdicts.append(verdict)
+    return verdicts
+
+
+def shape_or_text(code: str) -> str:
+    try:
+        return shape(code)
+    except SyntaxError:
+        return code
+
+
+def package_notes(folder: Path) -> list[str]:
+    """Whether llm_engine/ is what the notebooks say, which the next chapters import."""
+    try:
+        notebooks = {
+            path.name: json.loads(path.read_text("utf-8-sig"))
+            for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+        }
+        want = sync.build(sync.exported_cells(notebooks))
+    except sync.SyncError as error:
+        return [f"sync.py would refuse: {error}"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ["sync.py would refuse: one of the notebooks is damaged"]
+    package = folder.parent / "llm_engine"
+    old = [
+        m
+        for m, text in want.items()
+        if not (package / f"{m}.py").exists() or (package / f"{m}.py").read_text("utf8") != text
+    ]
+    if old:
+        return [
+            f"llm_engine is older than your notebooks ({', '.join(sorted(old))}). Later chapters import it: "
+            "python chapters/sync.py"
+        ]
+    return []
+
+
+WORDS = {
+    "right": "[green]right[/]",
+    "wrong": "[red]not yet[/]",
+    "stub": "[dim]not written[/]",
+    "missing": "[red]missing[/]",
+    "waits": "[yellow]waits[/]",
+    "unreadable": "[red]unreadable[/]",
+}
+
+
+def advice(verdict: Verdict) -> str:
+    """What a learner reads about one exercise."""
+    exercise = verdict.exercise
+    text = verdict.message
+    if verdict.state == "stub":
+        text = "its body is still to be written"
+    if verdict.state == "missing":
+        text = (
+            f"no cell with the id {exercise.id}, and none that defines {' or '.join(exercise.names)}. Copy the cell "
+            f"back from chapters/{FRAMES}/{exercise.chapter}.ipynb"
+        )
+    if verdict.state == "wrong" and (hint := hint_of(exercise)):
+        text += f"\nHint in the cell: {hint}"
+    notes = [] if verdict.state == "missing" else [f"({note})" for note in verdict.notes]
+    return "\n".join(filter(None, [text, *notes]))
+
+
+def hint_of(exercise: Exercise) -> str:
+    """The comment just above the body to be written."""
+    lines = exercise.stub.split("\n")
+    at = next((i for i, line in enumerate(lines) if line.strip() == TODO), 0)
+    hint = []
+    while at and lines[at - 1].lstrip().startswith("#") and not lines[at - 1].startswith("#|"):
+        at -= 1
+        hint.insert(0, lines[at].strip().lstrip("# "))
+    return " ".join(hint)
+
+
+def frames_of(folder: Path) -> dict[str, Chapter]:
+    """The notebooks as they were handed out; in the book itself, the chapters."""
+    return read_chapters(folder / FRAMES if (folder / FRAMES).is_dir() else folder)
+
+
 # ---- commands
 
 Chapters = Annotated[list[str], typer.Argument(help="Numbers such as 15 or 11-19, or `all`.")]
@@ -298,9 +534,186 @@ def release_command(
     )
 
 
-@app.callback()
-def main_options() -> None:
-    pass
+@app.command("overlay")
+def overlay_command(
+    chapters: Chapters,
+    to: Annotated[Path, typer.Option(help="A folder; students put its files into overlays/.")],
+) -> None:
+    """Write the reference of chapters, to hand out after the deadline."""
+    for path in overlay(chapters, to):
+        out.print(f"wrote {path}")
+    out.print("Students put these into overlays/ and run: python chapters/classroom.py apply")
+
+
+@app.command("apply")
+def apply_command(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Overlays; all in overlays/ if none.")
+    ] = None,
+    replace: Annotated[
+        list[str],
+        typer.Option(help="An exercise of yours that the reference is to replace; or all."),
+    ] = [],  # noqa: B006
+) -> None:
+    """Fill in what you have not written from overlays; what you have written stays."""
+    if not (CHAPTERS / FRAMES).is_dir():
+        raise ClassroomError("apply is for a student's folder, as `release` writes it")
+    files = files or sorted((ROOT / "overlays").glob("*.ipynb"))
+    if not files:
+        raise ClassroomError("no overlays: put the files you were given into overlays/")
+    for line in apply(files, set(replace)):
+        out.print(line)
+    out.print("Then: python chapters/sync.py")
+
+
+@app.command("grade")
+def grade_command(
+    submissions: Annotated[Path, typer.Argument(help="A folder with a folder for each student.")],
+    chapters: Annotated[
+        list[str] | None, typer.Argument(help="What was due; all that is found if none.")
+    ] = None,
+    to: Annotated[Path, typer.Option(help="A new folder for scores and feedback.")] = Path(
+        "graded"
+    ),
+    seconds: Annotated[float, typer.Option(help="Each cell may take so long.")] = 60,
+    total_seconds: Annotated[float, typer.Option(help="A notebook may take so long.")] = 600,
+    memory: Annotated[int, typer.Option(help="MB that one exercise may take.")] = 6000,
+    show_hidden: Annotated[bool, typer.Option(help="Show hidden tests in the feedback.")] = False,
+) -> None:
+    """Grade a folder of notebooks: points, and a page of feedback for each student.
+
+    Their code is run with your rights: do this in a container, or as a user of its own.
+    """
+    import grading
+
+    from llm_engine.progress import progress_bar
+
+    if (CHAPTERS / FRAMES).is_dir():
+        raise ClassroomError(
+            "grading takes the whole book, with its hidden tests; this is a student's folder"
+        )
+    if not submissions.is_dir():
+        raise ClassroomError(f"{submissions} is no folder")
+    if to.exists() and any(to.iterdir()):
+        raise ClassroomError(
+            f"{to} is not empty, and grading overwrites nothing. Name a new folder"
+        )
+    book = read_chapters()
+    handed, strays = grading.collect(submissions, book)
+    if not handed:
+        raise ClassroomError(f"no notebooks in {submissions}. " + " ".join(strays))
+    names = {name for student in handed for name in student.files}
+    due = chosen(chapters or sorted(names), book)
+    due = [chapter for chapter in due if chapter.exercises]
+    if not due:
+        raise ClassroomError("none of these notebooks is a chapter with exercises")
+    with progress_bar("grading", total=len(handed) * (len(due) + 1), unit="notebooks") as bar:
+        begun = False
+
+        def step(text: str) -> None:
+            nonlocal begun
+            if begun:
+                bar.advance()
+            begun = True
+            bar.describe(text)
+
+        graded = grading.grade(
+            handed,
+            due,
+            book,
+            to,
+            limits=Limits(cell_seconds=seconds, memory=memory),
+            seconds=total_seconds,
+            show_hidden=show_hidden,
+            step=step,
+        )
+    most = sum(e.points for c in due for e in c.exercises.values())
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in ("student", "points", *(c.name[:2] for c in due), "notes"):
+        table.add_column(title, justify="left" if title in ("student", "notes") else "right")
+    for result in graded:
+        row = [f"{sum(p for (n, _), p in result.points.items() if n == c.name):g}" for c in due]
+        notes = escape("; ".join(result.notes))
+        table.add_row(escape(result.student), f"{result.total:g}/{most:g}", *row, notes)
+    out.print(table)
+    for stray in strays:
+        out.print(escape(stray))
+    out.print(
+        f"{to}: scores.csv, details.csv, feedback/STUDENT/CHAPTER.html, nbgrader/gradebook.db"
+    )
+
+
+@app.command("check")
+def check_command(
+    what: Annotated[
+        list[str] | None, typer.Argument(help="Chapters or notebooks, then exercises; all if none.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Each cell may take so long.")] = 60,
+) -> None:
+    """Test your exercises, one by one, without a network."""
+    frames = frames_of(CHAPTERS)
+    places: dict[str, Path] = {}
+    only: list[str] = []
+    every = {e.id for frame in frames.values() for e in frame.exercises.values()}
+    for word in what or ["all"]:
+        path = Path(word)
+        if path.suffix == ".ipynb" and path.exists():
+            found = [n for n in frames if path.stem == n or path.stem.startswith(n)]
+            if not found:
+                raise ClassroomError(f"{word}: its name is none of {', '.join(frames)}")
+            places[found[0]] = path
+        elif word in every:
+            only.append(word)
+        else:
+            places |= {c.name: CHAPTERS / f"{c.name}.ipynb" for c in chosen([word], frames)}
+    if only and not places:
+        places = {
+            n: CHAPTERS / f"{n}.ipynb"
+            for n, frame in frames.items()
+            if set(only) & set(frame.exercises)
+        }
+    places = {n: p for n, p in places.items() if frames[n].exercises}
+    setup = next((setup_of(frames[n]) for n in places), "")
+    count = sum(len([e for e in frames[n].exercises if not only or e in only]) for n in places)
+    if not count:
+        raise ClassroomError("no such exercise in these chapters")
+    verdicts = []
+    errors = Console(stderr=True)
+    with (
+        Trials(ROOT, setup, Limits(cell_seconds=seconds)) as trials,
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=errors,
+            transient=True,
+            disable=not errors.is_terminal,
+        ) as bar,
+    ):
+        task = bar.add_task("starting", total=count)
+
+        def step(exercise: Exercise) -> None:
+            bar.update(task, description=exercise.key, completed=len(verdicts))
+
+        for name, place in places.items():
+            verdicts += check(place, frames[name], only, trials, step)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in ("exercise", "", "points", "what to look at"):
+        table.add_column(title, justify="right" if title == "points" else "left")
+    for v in verdicts:
+        points = f"{v.points:g}/{v.exercise.points:g}"
+        table.add_row(v.exercise.key, WORDS[v.state], points, escape(advice(v)))
+    out.print(table)
+    right = sum(v.state == "right" for v in verdicts)
+    score, most = sum(v.points for v in verdicts), sum(v.exercise.points for v in verdicts)
+    out.print(f"{right} of {len(verdicts)} exercises right: {score:g} of {most:g} points")
+    if (CHAPTERS / FRAMES).is_dir():
+        out.print(
+            "More tests are run when it is graded." if right else "", end="\n" if right else ""
+        )
+        for note in package_notes(CHAPTERS):
+            out.print(f"Note: {escape(note)}")
+    raise typer.Exit(0 if right == len(verdicts) else 1)
 
 
 def main() -> None:

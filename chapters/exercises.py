@@ -5,13 +5,17 @@ name after it. Nothing in this file runs a student's code.
 """
 
 import ast
+import builtins
 import dis
 import json
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import CodeType
+
+from trials import Failure, Outcome
 
 CHAPTERS = Path(__file__).resolve().parent
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -21,7 +25,7 @@ TODO = "# Your code here."
 
 def source(cell: dict) -> str:
     text = cell.get("source", "")
-    return text if isinstance(text, str) else "".join(map(str, text))
+    return "".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
 def grader(cell: dict) -> dict:
@@ -34,7 +38,7 @@ def grader(cell: dict) -> dict:
 # ---- chapters and their exercises
 
 
-@dataclass(frozen=True)
+@dataclass
 class Exercise:
     """One exercise of the book, with its solution and all of its tests."""
 
@@ -49,8 +53,11 @@ class Exercise:
     def key(self) -> str:
         return f"{self.chapter}:{self.id}"
 
-    @property
+    @cached_property
     def stub(self) -> str:
+        """What a student is given: of a released notebook, the cell as it is."""
+        if BEGIN not in self.code:
+            return self.code
         return without_solution(self.code, not_written(self.chapter, self.id))
 
     @property
@@ -58,14 +65,20 @@ class Exercise:
         """The cell without the markers, as the package has it."""
         return "\n".join(line for line in self.code.split("\n") if line.strip() not in (BEGIN, END))
 
-    @property
+    @cached_property
     def seen_tests(self) -> str:
-        return without_hidden_tests(self.tests)
+        return without_hidden_tests(self.tests) if HIDDEN[0] in self.tests else self.tests
+
+    def is_hidden(self, line: int) -> bool:
+        """Whether a line of the test cell, counted from 1, belongs to its hidden tests."""
+        before = self.tests.split("\n")[: max(line - 1, 0)]
+        return before.count(HIDDEN[0]) > before.count(HIDDEN[1])
 
     @cached_property
     def names(self) -> list[str]:
         """What the exercise asks for: the top-level definitions with a part to be written."""
-        begins = [i for i, line in enumerate(self.code.split("\n"), 1) if line.strip() == BEGIN]
+        lines = enumerate(self.code.split("\n"), 1)
+        begins = [i for i, line in lines if line.strip() in (BEGIN, TODO)]
         statements = ast.parse(self.code).body
         asked = [s for s in statements if any(s.lineno <= i <= s.end_lineno + 1 for i in begins)]
         return [name for statement in asked for name in binds(statement)]
@@ -120,6 +133,199 @@ def without_hidden_tests(code: str) -> str:
 
     cell = new_code_cell(code, metadata={"nbgrader": {"grade": True, "schema_version": 3}})
     return ClearHiddenTests().preprocess_cell(cell, {}, 0)[0].source
+
+
+# ---- what a student hands in
+
+
+class SubmissionError(Exception):
+    """A file that is no notebook: why."""
+
+
+@dataclass
+class Written:
+    """A code cell that a student has, wherever it came from."""
+
+    number: int  # among all cells, counted from 1
+    id: str
+    grade_id: str
+    code: str
+
+    @cached_property
+    def parts(self) -> list[tuple[str, set[str], set[str]]]:
+        """Each top-level statement: its text, the names it sets, the names it needs."""
+        return [(text, *names_of(text)) for text in statements(plain(self.code))]
+
+    @cached_property
+    def sets(self) -> set[str]:
+        return {name for _, sets, _ in self.parts for name in sets}
+
+
+@dataclass
+class Found:
+    """What a student wrote for one exercise."""
+
+    state: str  # written, stub (as it was given), missing, overlaid (the reference, taken over)
+    code: str  # what stands for the exercise
+    number: int = 0  # the cell it comes from
+    notes: tuple[str, ...] = ()
+    helpers: str = ""  # of their other cells, what this code needs
+
+
+class Submission:
+    """A student's notebook, whatever was done to it. Only `read_submission` makes one."""
+
+    def __init__(self, cells: list[Written]):
+        self.cells = cells
+
+    def find(self, exercise: Exercise, chapter: Chapter) -> Found:
+        """The student's cell for an exercise: by the cell's id, else by nbgrader's id, else by the name it defines.
+
+        Of several cells of one kind, the last that is not the stub counts. The cell need not stand where it stood.
+        """
+        asked = set(exercise.names)
+        given = {source(c).strip() for i, c in chapter.code.items() if i != exercise.id}
+        cells = [c for c in self.cells if c.code.strip() not in given]
+        kinds = {
+            "id": [c for c in cells if c.id == exercise.id],
+            "grade_id": [c for c in cells if c.grade_id == exercise.id],
+            "name": [c for c in cells if asked & c.sets],
+        }
+        seen = [cell for cells in kinds.values() for cell in cells]
+        if not seen:
+            what = ", ".join(exercise.names)
+            return Found(
+                "missing", exercise.stub, 0, (f"no cell for it, and none that defines {what}",)
+            )
+        for kind, cells in kinds.items():
+            written = [c for c in cells if not is_stub(c.code, exercise.stub)]
+            # a cell whose code went elsewhere is no solution, unless it is all there is
+            written = [c for c in written if asked & c.sets or not c.parts]
+            if written:
+                return self.taken(exercise, chapter, written[-1], kind, seen)
+        stubs = [c for c in seen if is_stub(c.code, exercise.stub)]
+        if stubs:
+            return Found("stub", exercise.stub, stubs[-1].number)
+        note = f"cell {seen[-1].number} is its cell, but defines no {', '.join(exercise.names)}"
+        return Found("written", headed(seen[-1].code, exercise), seen[-1].number, (note,))
+
+    def taken(self, exercise, chapter, cell: Written, kind: str, seen: list[Written]) -> Found:
+        notes = []
+        if kind == "grade_id":
+            notes.append(f"taken from cell {cell.number}, a copy of the exercise's cell")
+        if kind == "name":
+            notes.append(
+                f"taken from cell {cell.number}, the last one that defines {', '.join(exercise.names)}"
+            )
+        others = {
+            c.number for c in seen if c is not cell and not is_stub(c.code, exercise.stub)
+        } - {cell.number}
+        if others:
+            also = ", ".join(map(str, sorted(others)))
+            notes.append(f"defined more than once (also in cell {also}): cell {cell.number} counts")
+        if OVERLAID in cell.code:
+            return Found("overlaid", headed(cell.code, exercise), cell.number, tuple(notes))
+        code, foreign = cell.code, self.foreign(exercise, chapter) & cell.sets
+        if (
+            kind == "name"
+        ):  # of a cell that is not the exercise's, only this; `helpers` finds what it needs
+            asked = set(exercise.names)
+            code = "\n\n\n".join(text for text, sets, _ in cell.parts if sets & asked)
+            return Found(
+                "written",
+                headed(code, exercise),
+                cell.number,
+                tuple(notes),
+                self.helpers(code, exercise, chapter),
+            )
+        if foreign:  # two exercises in one cell: each is graded by itself
+            code = "\n\n\n".join(text for text, sets, _ in cell.parts if not sets & foreign)
+        helpers = self.helpers(code, exercise, chapter)
+        return Found("written", headed(code, exercise), cell.number, tuple(notes), helpers)
+
+    def foreign(self, exercise: Exercise, chapter: Chapter) -> set[str]:
+        """Names that other exercises of the chapter ask for."""
+        every = {n for e in chapter.exercises.values() for n in e.names}
+        return every - set(exercise.names)
+
+    def helpers(self, code: str, exercise: Exercise, chapter: Chapter) -> str:
+        """Statements of the student's other cells that this code builds on, and that the chapter itself does not have.
+
+        A helper function, an import added to a given cell: the last statement that gives a missing name its meaning.
+        """
+        order = list(chapter.code)
+        before = order[: order.index(exercise.test_id)]
+        given = [chapter.code[i] for i in before if i != exercise.id]
+        known = set(dir(builtins)) | {"get_ipython", "display"}
+        for text in map(source, given):
+            known |= names_of(plain(text))[0]
+        try:
+            sets, needs = names_of(plain(code))
+        except (SyntaxError, ValueError):
+            return ""
+        parts = [part for cell in self.cells for part in cell.parts]
+        reference = Written(0, "", "", exercise.solution).parts
+        open_names, found = sorted(needs - known - sets), {}
+        while open_names:
+            name = open_names.pop()
+            at = max((i for i, part in enumerate(parts) if name in part[1]), default=None)
+            if at is not None:
+                text, sets, needs = parts[at]
+                found[at] = text
+            else:  # given with the exercise, outside of what was to be written
+                given = [p for p in reference if name in p[1] and not p[1] & set(exercise.names)]
+                if not given:
+                    continue
+                text, sets, needs = given[-1]
+                found[-len(found) - 1] = text
+            known |= sets | {name}
+            open_names += sorted(needs - known)
+        return "\n".join(found[at] for at in sorted(found))
+
+
+OVERLAID = "# From the reference, by an overlay: replace it by your own."
+
+
+def headed(code: str, exercise: Exercise) -> str:
+    """Code under the directives that the exercise's cell has: students lose these."""
+    lines = code.split("\n")
+    while lines and (not lines[0].strip() or lines[0].lstrip().startswith("#|")):
+        del lines[0]
+    head = [line for line in exercise.code.split("\n") if line.startswith("#|")]
+    return "\n".join([*head, *lines])
+
+
+def read_submission(path: Path, most: int = 64_000_000) -> Submission:
+    """A student's notebook. Raises `SubmissionError` if the file is none."""
+    try:
+        if path.stat().st_size > most:
+            raise SubmissionError(f"{path.stat().st_size:,} bytes; at most {most:,} are read")
+        text = path.read_bytes().decode("utf-8-sig")
+        notebook = json.loads(text)
+    except OSError as error:
+        raise SubmissionError(f"it cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise SubmissionError("it is not a text file in UTF-8") from None
+    except (ValueError, RecursionError):
+        what = "it is empty" if not text.strip() else "it is not JSON"
+        if "<<<<<<<" in text:
+            what += "; the marks of a merge conflict are in it"
+        raise SubmissionError(f"{what}. Save it in Jupyter and hand it in again") from None
+    return Submission(list(written_cells(notebook)))
+
+
+def written_cells(notebook: object) -> Iterator[Written]:
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    if cells is None and isinstance(notebook, dict) and notebook.get("worksheets"):
+        raise SubmissionError("it is in a format of before 2015: save it with a current Jupyter")
+    if not isinstance(cells, list):
+        raise SubmissionError("it is JSON, but no notebook")
+    for number, cell in enumerate(cells, 1):
+        if isinstance(cell, dict) and cell.get("cell_type") == "code":
+            code = source(cell).replace("\r\n", "\n")
+            yield Written(
+                number, str(cell.get("id", "")), str(grader(cell).get("grade_id", "")), code
+            )
 
 
 # ---- reading code without running it
@@ -262,10 +468,11 @@ def out_of_reach(notebook: dict, absent: set[str]) -> dict[str, list[str]]:
 
 
 def statements(code: str) -> list[str]:
-    """The text of each top-level statement; none if the code cannot be parsed."""
+    """The text of each top-level statement; none if the code cannot be compiled."""
     try:
+        compile(code, "cell", "exec")
         body = ast.parse(code).body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     lines = code.split("\n")
     return ["\n".join(lines[first_line(s) - 1 : s.end_lineno]) for s in body]
@@ -275,3 +482,80 @@ def first_line(statement: ast.stmt) -> int:
     """Where a statement begins, its decorators included."""
     decorators = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(d.lineno for d in decorators)])
+
+
+# ---- trying an exercise, and judging what came of it
+
+
+@dataclass
+class Verdict:
+    """What became of one exercise."""
+
+    exercise: Exercise
+    state: str  # right, wrong, stub, missing, waits, overlaid, unreadable
+    message: str = ""
+    notes: tuple[str, ...] = ()
+    found: Found | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def points(self) -> float:
+        return self.exercise.points if self.state == "right" else 0.0
+
+
+def setup_of(chapter: Chapter) -> str:
+    return source(chapter.code["setup"]) if "setup" in chapter.code else ""
+
+
+def trial_cells(cells: dict[str, str], exercise: Exercise, found: Found) -> list[tuple[str, str]]:
+    """What must run for one exercise: what its test needs, the student's helpers just before their cell, the test."""
+    ids = needed(cells, exercise.test_id)
+    if exercise.id not in ids:
+        ids.append(exercise.id)
+    run = []
+    for cell_id in ids:
+        if cell_id == exercise.id and found.helpers:
+            run.append((f"helpers-{exercise.id}", found.helpers))
+        run.append((cell_id, cells[cell_id]))
+    return [*run, (exercise.test_id, cells[exercise.test_id])]
+
+
+def judge(exercise: Exercise, found: Found, outcomes: list[Outcome]) -> Verdict:
+    """Right, wrong or waiting for another exercise, from what the cells did; and why, in words."""
+    test = outcomes[-1].failure
+    verdict = Verdict(exercise, "right", "", found.notes, found, outcomes)
+    if test is None:
+        return verdict
+    verdict.state, verdict.message = "wrong", in_words(test, exercise)
+    if test.kind in ("NameError", "Stopped"):  # what happened before says more
+        before = {o.cell: o.failure for o in outcomes[:-1] if o.failure}
+        cause = next(
+            (i for i in (exercise.id, f"helpers-{exercise.id}", *before) if i in before), ""
+        )
+        if cause:
+            test = before[cause]
+            verdict.message = f"cell {cause} stopped. {in_words(test)}"
+    missing = re.match(r"chapter (\d+), exercise ([\w-]+): not written yet", test.message)
+    if test.kind == "NotImplementedError" and missing and missing[2] != exercise.id:
+        verdict.state = "waits"
+        verdict.message = f"needs exercise {missing[2]} of chapter {missing[1]}, not written yet"
+        if missing[1] != exercise.chapter[:2]:
+            verdict.message += ". If you have written it: python chapters/sync.py"
+    return verdict
+
+
+def in_words(failure: Failure, exercise: Exercise | None = None) -> str:
+    """An error for a learner: what was tested, what came instead, and the line of their own cell."""
+    places = [p for p in failure.places if exercise is None or p[0] != exercise.test_id]
+    where = ""
+    if places:
+        cell, number, line = places[-1]
+        where = f" (cell {cell}, line {number}: {line})"
+    if failure.kind == "Stopped":
+        return failure.message
+    if failure.kind == "OutOfTime":
+        return f"{failure.message}. An endless loop?{where}"
+    if failure.kind != "AssertionError":
+        return f"{failure.kind}: {failure.message}{where}"
+    message = failure.message or (failure.places[-1][2] if failure.places else "an assertion")
+    return message + (f". Here {failure.got}" if failure.got else "") + where
