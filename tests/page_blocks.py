@@ -86,8 +86,9 @@ def blocks(page: str) -> list[Block]:
 class PageRunner:
     """Runs the blocks of one page, one after the other, in one namespace and in the current folder."""
 
-    def __init__(self):
-        self.names = {"__name__": "page"}
+    def __init__(self, names: dict | None = None):
+        self.names = {} if names is None else names
+        self.names["__name__"] = "page"
         # like the shell's variables, what a plant patches is put back at its end
         self.undo = contextlib.ExitStack()
         self.names["until_next"] = self.undo.enter_context
@@ -123,12 +124,12 @@ def commands(source: str) -> list[str]:
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
-def run_page(path: Path) -> list[tuple[Block, str]]:
-    """Each block that shows an output, or plants something, with what it gives."""
+def run_page(path: Path, names: dict | None = None) -> list[tuple[Block, str]]:
+    """Each block that shows an output, or is Python, with what it gives. `names` is left with what Python defined."""
     results, here = [], os.getcwd()
     os.environ["LLM_ENGINE_PROGRESS"] = "off"
     logging.getLogger("llm_engine").setLevel(logging.WARNING)
-    runner = PageRunner()
+    runner = PageRunner(names)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
