@@ -574,7 +574,7 @@ def _hub_bar(bar: Bar) -> type:
             self._counts = options.get("unit") == "B" and "transfer" not in str(options.get("name"))
             super().__init__(*args, **{**options, "disable": True})
 
-        def update(self, n: float | None = 1) -> None:
+        def update(self, n: int | float | None = 1) -> None:
             self.n += n or 0
             if self._counts:
                 bar.update(int(self.n), int(self.total) if self.total else None)

@@ -223,17 +223,19 @@ def collect_inputs(
 
         return hook
 
-    hooks = [
-        module.register_forward_pre_hook(listen(name))
+    linears = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | QuantizedLinear)
-    ]
+    }
+    hooks = [module.register_forward_pre_hook(listen(name)) for name, module in linears.items()]
+    count = sum(name.startswith("layers.") for name in linears)  # those that the model itself runs
     try:
         rows, length = ids.shape
         weight = model.norm.weight
         pos = torch.arange(length, device=weight.device).expand(rows, -1)
         cache = NoCache(model.config, rows, weight.device, weight.dtype)
-        with progress_bar("listening", len(hooks) - 1, unit="matrices") as bar:  # not the head's
+        with progress_bar("listening", count, unit="matrices") as bar:
             hidden = model(Batch(ids.to(weight.device), pos, None), cache)
     finally:
         for hook in hooks:

@@ -43,7 +43,7 @@ import html
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -381,7 +381,7 @@ def attention_figure(
     rows = -(-len(chosen) // cols)
     widest = 8.0 if len(chosen) == 1 else min(4.5, 18 / cols)  # inches
     side = float(np.clip(0.2 * len(tokens) + 1.0, 2.2, widest))
-    every = int(np.ceil(0.14 * len(tokens) / (side - 1)))  # a line of text is 0.14 inches high
+    every = int(np.ceil(0.139 * len(tokens) / (side - 1)))  # a line of text is 0.14 inches high
     tokens = [_shortened(token) for token in tokens]
     figure, axes = new_figure(side * cols + 0.4, side * rows, rows, cols, squeeze=False)
     queries = list(tokens)[-values.shape[1] :]
@@ -718,6 +718,10 @@ def machine_fonts(texts: Iterable[str]) -> Iterator[None]:
     chosen: dict[str, str] = {}
     if missing:
         there: dict[str, str] = {}
+        listed = {font.fname for font in font_manager.fontManager.ttflist}
+        for file in set(font_manager.findSystemFonts()) - listed:  # newer than matplotlib's list
+            with suppress(RuntimeError, OSError):
+                font_manager.fontManager.addfont(file)
         for font in font_manager.fontManager.ttflist:
             if font.weight == 400 and font.style == "normal":
                 there.setdefault(font.name, font.fname)

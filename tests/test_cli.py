@@ -176,7 +176,7 @@ def test_wrong_usage_is_exit_code_2(arguments):
 def test_help_names_every_command_and_shows_an_example():
     run = call("--help", env={"COLUMNS": "120"})
     assert run.exit_code == 0
-    for command in ("generate", "chat", "shapes", "download", "verify"):
+    for command in ("generate", "chat", "shapes", "attention", "logits", "download", "verify"):
         assert command in run.stdout
     assert 'llm-engine generate "The capital of France is"' in run.stdout
     run = call("generate", "--help", env={"COLUMNS": "140"})
@@ -201,12 +201,12 @@ def test_version():
 
 
 def test_shapes_shows_one_layer_where_all_are_alike(folder):
-    run = call("shapes", folder, "--prompt", "abc")
+    run = call("shapes", folder, "--prompt", "abc", "--no-picture")
     assert run.exit_code == 0
     assert "layers.0.attn.probs" in run.stdout and "[1, 4, 3, 3]" in run.stdout
     assert "layers.1." not in run.stdout and "Layers 1 to 1" in run.stderr
     assert "lm_head" in run.stdout and "embed" in run.stdout
-    run = call("shapes", folder, "--prompt", "abc", "--all")
+    run = call("shapes", folder, "--prompt", "abc", "--all", "--no-picture")
     assert "layers.1.attn.probs" in run.stdout
 
 
