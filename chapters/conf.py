@@ -50,7 +50,7 @@ toc_object_entries_show_parents = "hide"
 html_theme = "sphinx_book_theme"
 html_theme_options = {
     "navbar_persistent": [],  # otherwise a second, empty bar with a second search field
-    "show_navbar_depth": 1,
+    "max_navbar_depth": 2,  # parts and chapters; the sections of a chapter stand at its right
     "use_fullscreen_button": False,
     "home_page_in_toc": False,
 }

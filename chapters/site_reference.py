@@ -20,6 +20,7 @@ FENCE = ":" * 6
 FIELD_LIST = re.compile(
     r"^(Attributes|Args|Arguments|Returns|Raises):\n((?:[ ]{4}.*\n?|\n)+)", re.M
 )
+FOR_TOOLS = re.compile(r"#\s*(fmt|noqa|type|ruff)\b")
 CODE = re.compile(r"(`+)(.+?)\1", re.S)
 URL = re.compile(r"(?<![(<`])\bhttps?://[^\s<>`]*[^\s<>`.,;:)]")
 EMPHASIS = re.compile(r"(?<![\w*\\])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*])")
@@ -113,11 +114,25 @@ def escape(text: str) -> str:
 
 def signature(node: ast.AST, name: str, *, method: bool = False) -> str:
     """`name(arguments) -> result`, as it stands in the code; without self."""
-    arguments = ast.parse(ast.unparse(ast.Module([node], []))).body[0].args  # a copy
+    node = unquoted(node)
+    arguments = node.args
     if method and not decorated(node, "staticmethod"):
         (arguments.posonlyargs or arguments.args)[:1] = []
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return one_line(f"{name}({ast.unparse(arguments)}){result}")
+
+
+def unquoted(node: ast.AST) -> ast.AST:
+    """A copy of a function in which types written as strings, since they are defined later, are not."""
+    node = ast.parse(ast.unparse(ast.Module([node], []))).body[0]
+    slots = [(node, "returns")] + [
+        (a, "annotation") for a in ast.walk(node.args) if isinstance(a, ast.arg)
+    ]
+    for owner, slot in slots:
+        said = getattr(owner, slot)
+        if isinstance(said, ast.Constant) and isinstance(said.value, str):
+            setattr(owner, slot, ast.parse(said.value, mode="eval").body)
+    return node
 
 
 def class_signature(node: ast.ClassDef, name: str) -> str:
@@ -186,13 +201,14 @@ def entry_text(entry: Entry, names: dict[str, Entry]) -> str:
 
 
 def members(entry: Entry, names: dict[str, Entry]) -> Iterator[str]:
-    """Fields that a comment or a type explains, and public methods."""
+    """Fields, unless the signature has said all there is to say; public methods."""
+    in_signature = class_signature(entry.node, entry.name) != entry.name
     for field in fields_of(entry.node):
-        if not field.target.id.startswith("_"):
+        told = plain(trailing_comment(entry.cell, field))
+        if not field.target.id.startswith("_") and (told or not in_signature):
             options = [f":type: {one_line(ast.unparse(field.annotation))}"]
             if field.value:
                 options.append(f":value: {one_line(ast.unparse(field.value))}")
-            told = plain(trailing_comment(entry.cell, field))
             yield directive("attribute", field.target.id, options, told, depth=1)
     for part in entry.node.body:
         if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -214,7 +230,8 @@ def members(entry: Entry, names: dict[str, Entry]) -> Iterator[str]:
 def trailing_comment(cell: sync.Cell, node: ast.stmt) -> str:
     """The comment at the end of a statement's last line."""
     line = cell.body[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-    return line.strip().removeprefix("#").strip() if line.strip().startswith("#") else ""
+    comment = line.strip()
+    return comment[1:].strip() if comment.startswith("#") and not FOR_TOOLS.match(comment) else ""
 
 
 def comment_of(entry: Entry) -> str:
@@ -223,7 +240,7 @@ def comment_of(entry: Entry) -> str:
         return plain(told)
     above = []
     for line in reversed(entry.cell.body[: entry.node.lineno - 1]):
-        if not line.startswith("#"):
+        if not line.startswith("#") or FOR_TOOLS.match(line):
             break
         above.insert(0, line.removeprefix("#").strip())
     return plain(" ".join(above))

@@ -1,0 +1,514 @@
+"""The book as a web site: built once, every link followed, and looked at in a real browser.
+
+What finds faults is itself tested: planted faults must be found.
+"""
+
+import ast
+import functools
+import http.server
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from html import unescape
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from browser import browser  # noqa: F401
+
+ROOT = Path(__file__).resolve().parent.parent
+CHAPTERS = ROOT / "chapters"
+NOTEBOOKS = sorted(CHAPTERS.glob("[0-9][0-9]_*.ipynb"))
+PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1440, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; the command is that of the docs, and a warning is an error."""
+    folder = tmp_path_factory.mktemp("site") / "_site"
+    command = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "chapters", str(folder)]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(folder.parent.glob("[!_]*")), "the build left something beside the site"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    """Text of each page, by its path in the site."""
+    return {
+        path.relative_to(site).as_posix(): path.read_text("utf8")
+        for path in sorted(site.rglob("*.html"))
+        if "_static" not in path.parts
+    }
+
+
+# ---- what is on a page, without a browser
+
+TAG = re.compile(r"<(a|img|script|link|source|iframe)\b([^>]*)>")
+ADDRESS = re.compile(r'\b(?:href|src|xlink:href)="([^"]*)"')
+IDS = re.compile(r'<[a-zA-Z][^>]*?\sid="([^"]+)"')
+
+
+def addresses(text):
+    """(tag, address) of all that a page links to or loads. Code on a page is escaped, so a pattern is enough."""
+    for tag, attributes in TAG.findall(text):
+        for address in ADDRESS.findall(attributes):
+            yield tag, unescape(address)
+
+
+def broken_links(folder, pages):
+    """What a page links to or loads and which is not there, or lies on another machine."""
+    ids = {name: set(map(unescape, IDS.findall(text))) for name, text in pages.items()}
+    for name, text in pages.items():
+        for tag, address in addresses(text):
+            path, _, anchor = address.partition("#")
+            if re.match(r"(https?:)?//", address):
+                if tag != "a":
+                    yield f"{name}: <{tag}> loads {address} from another machine"
+                continue
+            if re.match(r"(mailto|data):", address):
+                continue
+            path = unquote(path.partition("?")[0])
+            target = (folder / name).parent / path if path else folder / name
+            where = Path(target).resolve()
+            if not where.is_file() or not where.stat().st_size:
+                yield f"{name}: <{tag}> leads to {address}, which does not exist"
+            elif anchor and where.suffix == ".html":
+                page = where.relative_to(folder.resolve()).as_posix()
+                if unquote(anchor) not in ids.get(page, set()) and anchor != "top":
+                    yield f"{name}: <{tag}> leads to {address}, where there is no such place"
+
+
+def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, pages):
+    assert sum(len(list(addresses(text))) for text in pages.values()) > 5000
+    assert not list(broken_links(site, pages))
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ('<a href="16_nothing.html">x</a>', "does not exist"),
+        ('<a class="x" href="two.html#nowhere">x</a>', "no such place"),
+        ('<a href="#nowhere">x</a>', "no such place"),
+        ('<img alt="a" src="_images/gone.png">', "does not exist"),
+        ('<script src="https://cdn.example.org/a.js"></script>', "another machine"),
+        ('<link rel="stylesheet" href="//cdn.example.org/a.css">', "another machine"),
+        ('<svg><a xlink:href="15_gone.html"></a></svg>', "does not exist"),
+    ],
+)
+def test_the_link_check_sees_planted_faults(tmp_path, planted, said):
+    good = '<a href="two.html#here">x</a> <a href="https://example.org">x</a> <p id="mine"><a href="#mine">x</a>'
+    (tmp_path / "two.html").write_text('<p id="here">x</p>')
+    for name, text, count in (("one.html", good, 0), ("bad.html", good + planted, 1)):
+        (tmp_path / name).write_text(text)
+        pages = {n: (tmp_path / n).read_text() for n in (name, "two.html")}
+        found = list(broken_links(tmp_path, pages))
+        assert len(found) == count
+        assert all(said in problem for problem in found)
+
+
+def test_a_link_to_what_is_not_there_stops_the_build(tmp_path):
+    """With the settings of the book, a wrong link in a chapter or a page is a warning, and so an error."""
+    for name in ("conf.py", "site_cells.py", "site_pages.py", "site_reference.py", "sync.py"):
+        shutil.copy(CHAPTERS / name, tmp_path)
+    conf = (tmp_path / "conf.py").read_text("utf8")
+    (tmp_path / "conf.py").write_text(conf.replace('html_css_files = ["book.css"]', ""), "utf8")
+    (tmp_path / "_static").mkdir()
+    (tmp_path / "_static" / "favicon.svg").write_text("<svg/>")
+    cell = {
+        "cell_type": "code",
+        "id": "a-cell",
+        "metadata": {},
+        "execution_count": 1,
+        "outputs": [],
+        "source": "#| hide\n1 + 1",
+    }
+    language = {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
+    notebook = {"cells": [cell], "metadata": language, "nbformat": 4, "nbformat_minor": 5}
+    notebook["cells"].insert(
+        0, {"cell_type": "markdown", "id": "t", "metadata": {}, "source": "# One"}
+    )
+    (tmp_path / "10_one.ipynb").write_text(json.dumps(notebook))
+    links = "[good](10_one.ipynb#a-cell), [bad](10_one.ipynb#another-cell)"
+    (tmp_path / "index.md").write_text(f"# Title\n\n{links}\n\n```{{toctree}}\n10_one\n```\n")
+    command = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "dummy", ".", "_out"]
+    command += ["-D", "extensions=myst_nb,site_cells"]
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.findall(r"WARNING: (.*)", done.stderr) == [
+        "local id not found in doc '10_one': 'another-cell' [myst.xref_missing]"
+    ]
+
+
+def test_pages_are_the_chapters_and_texts_and_no_more(pages):
+    texts = {p.stem for p in CHAPTERS.glob("*.md")} | {p.stem for p in NOTEBOOKS}
+    assert {name.removesuffix(".html") for name in pages if "/" not in name} == texts | {
+        "genindex",
+        "py-modindex",
+        "search",
+    }
+    assert {name for name in pages if name.startswith("repository/")} == {
+        f"repository/{page}.html" for page in ("README", "CONTRIBUTING", "benchmarks")
+    }
+
+
+def test_every_page_is_reached_from_the_navigation(pages):
+    linked = {
+        (Path("x") / address.partition("#")[0]).as_posix().removeprefix("x/")
+        for tag, address in addresses(pages["index.html"])
+        if tag == "a"
+    }
+    assert {p.stem + ".html" for p in [*NOTEBOOKS, *CHAPTERS.glob("*.md")]} - linked <= {
+        "index.html"
+    }
+
+
+def code_cells(path):
+    """Code cells that have something to show beside directives."""
+    for cell in json.loads(path.read_text("utf8"))["cells"]:
+        code = [line for line in "".join(cell["source"]).split("\n") if not line.startswith("#|")]
+        if cell["cell_type"] == "code" and any(line.strip() for line in code):
+            yield cell
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_chapter_as_a_page(site, pages, path):
+    """Each code cell has its id as an anchor, once; scripts' marks are not shown; the notebook is there to take away."""
+    text = pages[f"{path.stem}.html"]
+    places = Counter(IDS.findall(text))
+    assert not [place for place, count in places.items() if count > 1]
+    for cell in code_cells(path):
+        container = re.search(rf'<div class="cell[^"]*" id="{re.escape(cell["id"])}">', text)
+        assert container, f"no anchor for cell {cell['id']}"
+        grader = cell["metadata"].get("nbgrader", {})
+        after = text[container.end() : container.end() + 100].lstrip()
+        folded = grader.get("grade") or "".join(cell["source"]).startswith("#| hide")
+        assert after.startswith("<details") == bool(
+            folded or "hide-input" in cell["metadata"].get("tags", [])
+        )
+    for shown in re.findall(r'<div class="cell_input.*?</pre>', text, re.S):
+        code = unescape(re.sub(r"<p class=.*?</p>|<[^>]+>", "", shown, flags=re.S)).strip()
+        assert not code.startswith("#| ") and "### BEGIN" not in code and "### END" not in code
+    assert "[!NOTE]" not in text
+    images = sum("image/png" in o.get("data", {}) for c in code_cells(path) for o in c["outputs"])
+    assert len(re.findall(r"<img [^>]*_images/", text)) == images
+    assert all(
+        re.search(r'alt="[^"]+"', tag) for tag in re.findall(r"<img [^>]*_images/[^>]*>", text)
+    )
+    download = [a for _, a in addresses(text) if a.endswith(".ipynb")]
+    assert download == [f"_sources/{path.name}"]
+    assert (site / download[0]).read_bytes() == path.read_bytes()
+
+
+def test_marked_lines_are_the_solution(pages):
+    """In chapter 15, the lines of `visible` that a student writes, and no others, are marked."""
+    text = pages["15_attention.html"]
+    cell = next(c for c in code_cells(CHAPTERS / "15_attention.ipynb") if c["id"] == "visible")
+    inside = "".join(cell["source"]).split("### BEGIN SOLUTION\n")[1].split("### END SOLUTION")[0]
+    page = text[text.index('id="visible"') :]
+    marked = page[: page.index("</pre>")].split('<span class="hll">')[1:]
+    shown = [unescape(re.sub(r"<[^>]+>", "", mark.split("\n")[0])) for mark in marked]
+    lines = [line for line in inside.split("\n") if line.strip()]
+    assert [line.strip() for line in lines] == [line.strip() for line in shown]
+
+
+# ---- the reference
+
+MARKER = re.compile(r"# %% chapters/(\S+)\.ipynb #(\S+)")
+
+
+def definitions(module):
+    """Name -> page and anchor of the cell, read from the module as it lies there."""
+    lines = (ROOT / "llm_engine" / f"{module}.py").read_text("utf8").split("\n")
+    for node in ast.parse("\n".join(lines)).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+        else:
+            continue
+        marker = next(
+            (m for line in lines[node.lineno - 1 :: -1] if (m := MARKER.match(line))), None
+        )
+        if marker:
+            yield from ((name, f"../{marker[1]}.html#{marker[2]}") for name in names)
+
+
+MODULES = sorted(p.stem for p in (ROOT / "llm_engine").glob("*.py") if not p.stem.startswith("__"))
+
+
+def entry_of(text, full_name):
+    """The HTML of one entry of a reference page, up to the next."""
+    start = text.index(f' id="{full_name}"')
+    end = text.find('<dl class="py', start)
+    return text[start : end if end > 0 else None]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_in_the_reference_once_and_leads_to_its_cell(pages, module):
+    public = importlib.import_module(f"llm_engine.{module}").__all__
+    text = pages[f"reference/{module}.html"]
+    cells = {}
+    for name, address in definitions(module):
+        cells.setdefault(name, address)  # the first time a name appears, it is made
+    places = Counter(IDS.findall(text))
+    for name in public:
+        full_name = f"llm_engine.{module}.{name}"
+        assert places[full_name] == 1, f"{full_name} is there {places[full_name]} times"
+        links = re.findall(r'class="cell-link[^"]*" href="([^"]+)"', entry_of(text, full_name))
+        assert links == [cells[name]], f"{full_name} leads to {links}, not to {cells[name]}"
+    own = {place for place in places if place.count(".") == 2 and place.startswith("llm_engine.")}
+    assert own == {f"llm_engine.{module}.{name}" for name in public}
+
+
+def test_what_the_package_offers_is_on_its_page(pages):
+    import llm_engine
+
+    text = pages["reference/llm_engine.html"]
+    for name in llm_engine.__all__:
+        home = getattr(llm_engine, name).__module__
+        assert f'href="{home.split(".")[1]}.html#{home}.{name}"' in text
+
+
+def words_of(text):
+    """What a reader reads of a page's article, without code."""
+    article = text[text.index("<article") : text.index("</article>")]
+    article = re.sub(r"<(pre|code|dt)\b.*?</\1>", "", article, flags=re.S)
+    return unescape(re.sub(r"<[^>]+>", "", article))
+
+
+def test_signatures_and_docstrings_are_readable(pages):
+    reference = {name: text for name, text in pages.items() if name.startswith("reference/")}
+    rope = re.sub(
+        r"<[^>]+>", "", entry_of(reference["reference/rope.html"], "llm_engine.rope.rotate")
+    )
+    assert "Float[Tensor," in unescape(rope)
+    for name, text in reference.items():
+        words = words_of(text)
+        assert "`" not in words, f"{name}: a backtick is shown"
+        assert not re.search(r"\\[^\w\s]", words), f"{name}: a backslash is shown"
+        assert "jaxtyping." not in words and "<class" not in words
+
+
+# ---- in a browser
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """The site, served."""
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class Visit:
+    """A browser's page that writes down what goes wrong: messages of scripts, failed and foreign requests."""
+
+    def __init__(self, browser, address, viewport, mode):  # noqa: F811
+        self.address, self.noted = address, []
+        self.context = browser.new_context(viewport=viewport, color_scheme=mode)
+        self.context.route("**/*", self.request)
+        self.page = self.context.new_page()
+        self.page.on(
+            "console", lambda m: m.type in ("error", "warning") and self.noted.append(m.text)
+        )
+        self.page.on("pageerror", lambda error: self.noted.append(str(error)))
+        self.page.on(
+            "response", lambda r: r.status >= 400 and self.noted.append(f"{r.status} {r.url}")
+        )
+
+    def request(self, route):
+        if route.request.url.startswith((self.address, "data:", "blob:")):
+            return route.continue_()
+        self.noted.append(f"wants {route.request.url}")
+        return route.abort()
+
+    def open(self, name):
+        self.noted.clear()
+        self.page.goto(f"{self.address}/{name}", wait_until="load")
+        if self.page.evaluate("!!window.MathJax"):
+            self.page.wait_for_function("window.MathJax.startup && window.MathJax.startup.promise")
+            self.page.evaluate("window.MathJax.startup.promise.then(() => null)")
+        return self.page
+
+    def close(self):
+        self.context.close()
+
+
+LOOK = """async () => {
+    const found = [];
+    const images = [...document.querySelectorAll('.bd-article img')];
+    for (const image of images) { image.loading = 'eager'; }
+    await Promise.all(images.map(image => image.decode().catch(() => null)));
+    for (const image of images) {
+        const box = image.getBoundingClientRect(), style = getComputedStyle(image);
+        const [wide, high] = ['width', 'height'].map(side => parseFloat(style[side]));
+        if (!image.naturalWidth) found.push(`figure ${image.alt.slice(0, 40)} is not there`);
+        else if (Math.abs(wide / high - image.naturalWidth / image.naturalHeight) > 0.05 * wide / high)
+            found.push(`figure ${image.alt.slice(0, 40)} is distorted: ${wide} x ${high}`);
+        else if (wide > image.naturalWidth) found.push(`figure ${image.alt.slice(0, 40)} is blown up`);
+    }
+    const formulas = [...document.querySelectorAll('.bd-article .math')];
+    for (const formula of formulas) {
+        const set = formula.querySelector('mjx-container');
+        if (!set || set.getBoundingClientRect().width < 2) found.push(`formula ${formula.textContent.slice(0, 40)} is not set`);
+        else if (formula.querySelector('mjx-merror')) found.push(`formula has an error: ${formula.textContent.slice(0, 40)}`);
+    }
+    const wide = document.documentElement.scrollWidth;
+    if (wide > innerWidth) found.push(`the page is ${wide} pixels wide, the screen ${innerWidth}`);
+    return [found, images.length, formulas.length];
+}"""
+
+
+def test_every_page_on_a_phone(browser, address, pages):  # noqa: F811
+    """Figures and formulas are there, nothing makes the page scroll sideways, no script complains, nothing is fetched."""
+    visit, figures, formulas = Visit(browser, address, PHONE, "dark"), 0, 0
+    for name in pages:
+        page = visit.open(name)
+        found, *counts = page.evaluate(LOOK)
+        assert not found + visit.noted, f"{name}: {found + visit.noted}"
+        figures, formulas = figures + counts[0], formulas + counts[1]
+    assert figures > 70 and formulas > 100
+    visit.close()
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        ("const w = document.createElement('p'); w.style.width = '500px'; w.textContent = 'wide'; "
+         "document.querySelector('.bd-article').append(w)", "pixels wide"),
+        ("document.querySelector('.bd-article img').src = '_images/gone.png'", "is not there"),
+        ("document.querySelector('.bd-article img').style.width = '50px'; "
+         "document.querySelector('.bd-article img').style.setProperty('height', '300px', 'important')", "distorted"),
+        ("document.querySelector('mjx-container').remove()", "is not set"),
+    ],
+)  # fmt: skip
+def test_the_look_at_a_page_sees_planted_faults(browser, address, plant, said):  # noqa: F811
+    visit = Visit(browser, address, PHONE, "light")
+    page = visit.open("15_attention.html")
+    page.evaluate("() => {" + plant + "}")
+    found, *_ = page.evaluate(LOOK)
+    assert any(said in problem for problem in found)
+    visit.close()
+
+
+def test_requests_and_complaints_are_noted(browser, address):  # noqa: F811
+    visit = Visit(browser, address, PHONE, "light")
+    visit.open("search.html")
+    assert not visit.noted
+    visit.page.evaluate("fetch('https://example.org/x').catch(() => null)")
+    visit.page.evaluate("fetch('/gone.html')")
+    visit.page.evaluate("console.error('complaint')")
+    visit.page.wait_for_timeout(100)
+    for said in ("wants https://example.org/x", "404", "complaint"):
+        assert any(said in note for note in visit.noted)
+    visit.close()
+
+
+CONTRAST = """selector => {
+    const brightness = color => {
+        const [r, g, b] = color.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255)
+            .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = element => {
+        for (let e = element; e; e = e.parentElement) {
+            const color = getComputedStyle(e).backgroundColor;
+            if (!/, 0\\)$|transparent/.test(color)) return color;
+        }
+        return 'rgb(255, 255, 255)';
+    };
+    return [...document.querySelectorAll(selector)].filter(e => e.textContent.trim()).slice(0, 200).map(e => {
+        const [a, b] = [brightness(getComputedStyle(e).color), brightness(behind(e))];
+        return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), b, e.textContent.trim().slice(0, 30)];
+    });
+}"""
+READ = {  # what must be readable, and the least contrast
+    ".bd-article p:not(.origin)": 7,
+    ".bd-article pre span": 4.5,
+    "div.output.text_html td": 7,
+    ".bd-article mjx-container": 7,
+    "p.origin a": 4.5,
+    "div.output pre": 7,
+}
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_text_tables_code_and_formulas_are_readable(browser, address, mode):  # noqa: F811
+    visit = Visit(browser, address, DESKTOP, mode)
+    page = visit.open("15_attention.html")
+    for selector, least in READ.items():
+        measured = page.evaluate(CONTRAST, selector)
+        assert measured, selector
+        for contrast, background, words in measured:
+            assert contrast >= least, f"{selector}: {words} has a contrast of {contrast:.1f}"
+            assert (background < 0.1) == (mode == "dark"), f"{selector}: {words}"
+    card = page.evaluate(
+        "getComputedStyle(document.querySelector('.cell_output img')).backgroundColor"
+    )
+    if mode == "dark":
+        assert card == "rgb(255, 255, 255)"  # figures are drawn for white
+    visit.close()
+
+
+def test_search_finds_and_a_hit_leads_there(browser, address):  # noqa: F811
+    visit = Visit(browser, address, DESKTOP, "light")
+    page = visit.open("index.html")
+    page.keyboard.press("Control+k")
+    page.keyboard.type("repeat_kv")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#search-results li a")
+    hits = page.locator("#search-results li a").all_text_contents()
+    assert any("15" in hit for hit in hits), hits
+    page.locator("#search-results li a", has_text="15 · Attention").first.click()
+    page.wait_for_selector("article h1")
+    assert page.url.startswith(f"{address}/15_attention.html")
+    assert page.locator("article").inner_text().count("repeat_kv") > 1
+    visit.open("search.html?q=qqqqq")
+    page.wait_for_function("/not match any|did not match/.test(document.body.innerText)")
+    assert not page.locator("#search-results li a").count()
+    assert not visit.noted
+    visit.close()
+
+
+def test_a_link_to_a_cell_scrolls_to_it(browser, address):  # noqa: F811
+    visit = Visit(browser, address, DESKTOP, "light")
+    page = visit.open("reference/attention.html")
+    page.locator("dl.py", has=page.locator("dt[id='llm_engine.attention.eager']")).locator(
+        "a.cell-link"
+    ).first.click()
+    page.wait_for_url("**/15_attention.html#*")
+    page.wait_for_timeout(500)
+    cell = page.url.partition("#")[2]
+    top = page.evaluate("id => document.getElementById(id).getBoundingClientRect().top", cell)
+    assert 0 <= top < DESKTOP["height"] / 2
+    assert "def eager" in page.locator(f"[id='{cell}']").inner_text()
+    visit.close()
+
+
+def test_navigation_on_a_phone_and_on_a_desk(browser, address):  # noqa: F811
+    for viewport, at_once in ((DESKTOP, True), (PHONE, False)):
+        visit = Visit(browser, address, viewport, "light")
+        page = visit.open("15_attention.html")
+        entry = page.locator(".bd-sidebar-primary a", has_text="16 ·").first
+        assert entry.is_visible() == at_once
+        if not at_once:
+            page.locator("button.primary-toggle").first.click()
+            entry.wait_for(state="visible")
+        visit.close()
