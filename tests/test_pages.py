@@ -205,7 +205,7 @@ def test_words_are_in_order_and_explained_once():
 
 @pytest.mark.parametrize("term, meaning", glossary_entries(), ids=lambda x: x.split("\n")[0][:20])
 def test_a_word_leads_to_a_chapter_that_has_it(term, meaning):
-    links = re.findall(r"→ \[chapter (\d\d)\]\((\S+)\)$", meaning)
+    links = re.findall(r"→\s\[chapter\s(\d\d)\]\((\S+)\)$", meaning)
     assert len(links) == 1, "one arrow, at the end"
     number, name = links[0]
     assert name.startswith(number)
@@ -374,7 +374,7 @@ def test_names_of_the_package_exist():
             if re.fullmatch(r"[A-Z]\w+", code) and code != code.upper():  # CamelCase
                 assert code in names or hasattr(__builtins_module(), code), code
             if re.fullmatch(r"[a-z]\w*(\.\w+)*(\(.*\))?", code) and "." in code.split("(")[0]:
-                first, *rest = code.split("(")[0].split(".")
+                _, *rest = code.split("(")[0].split(".")
                 if not code.endswith(files):
                     assert set(rest) <= attributes, code
             call = re.fullmatch(r"([\w.]+)\((.*)\)", code)
@@ -439,7 +439,7 @@ def test_every_symptom_has_what_a_reader_needs():
 
 def test_the_answer_on_the_front_page(results):
     """The command is that of the README, which is run where the package is installed; here the answer itself."""
-    [block] = [b for b in page_blocks.blocks(text_of(FRONT)) if b.output is not None]
+    block, sure = [b for b in page_blocks.blocks(text_of(FRONT)) if b.output is not None]
     program, command, prompt, *options = shlex.split(block.source)
     assert (program, command, options) == ("llm-engine", "generate", ["--stop", r"\n"])
     assert block.source.strip() in text_of(ROOT / "README.md").replace(".venv/bin/", "")
@@ -447,6 +447,15 @@ def test_the_answer_on_the_front_page(results):
         prompt, llm_engine.SamplingParams(max_new_tokens=64, stop=("\n",))
     )
     assert answer.text + "\n" == block.output
+
+    assert shlex.split(sure.source)[:3] == ["llm-engine", "logits", prompt]
+    logits = results["engine"].logits(results["engine"].encode(prompt))[-1]
+    best = logits.softmax(-1).topk(5)
+    for line, i, p in zip(sure.output.splitlines()[1:], best.indices, best.values, strict=True):
+        _, token, name, logit, probability = line.split()
+        assert int(token) == i and name == results["engine"].tokenizer.token(int(i))
+        assert float(logit) == pytest.approx(logits[i].item(), abs=2e-3)
+        assert float(probability.rstrip("%")) == pytest.approx(100 * p.item(), abs=0.02)
 
 
 # --- the runner of pages itself
