@@ -1,13 +1,20 @@
 """The instructor's guide: its tables are what the notebooks say, and every cell that it names is there."""
 
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+import typer
 from reading_time import MINUTES_A_POINT, as_text, chapters, rounded
+from wrong_solutions import WRONG
 
 CHAPTERS = Path(__file__).resolve().parent.parent / "chapters"
+sys.path.insert(0, str(CHAPTERS))
+import classroom
+
 GUIDE = (CHAPTERS / "teaching.md").read_text("utf8")
 TIMES = chapters()
 NUMBERS = {name[:2]: name for name in TIMES}
@@ -145,6 +152,36 @@ def test_misconceptions(name):
 def test_every_cell_that_is_linked_exists():
     for name, cell in re.findall(r"\((\d\d_\w+)\.ipynb#([\w-]+)\)", GUIDE):
         assert cell in {c.id for c in BOOK[name].cells}, f"{name}#{cell}"
+
+
+def test_the_number_of_planted_wrong_solutions():
+    assert f"has {sum(map(len, WRONG.values()))} plausible wrong solutions" in GUIDE
+
+
+# ---- commands
+
+
+def classroom_commands() -> list[str]:
+    blocks = re.findall(r"^```bash\n(.+?)^```", GUIDE, re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`((?:release|check|apply|overlay|grade) [^`]+)`", GUIDE)
+    found = [line.partition("classroom.py ")[2] for block in blocks for line in block.split("\n")]
+    return list(dict.fromkeys(command for command in [*found, *inline] if command))
+
+
+def test_the_guide_shows_every_command_of_the_classroom():
+    shown = {shlex.split(command, comments=True)[0] for command in classroom_commands()}
+    assert shown == set(typer.main.get_command(classroom.app).commands)
+
+
+@pytest.mark.parametrize("command", classroom_commands())
+def test_commands_of_the_classroom_can_be_parsed(command):
+    name, *arguments = shlex.split(command, comments=True)
+    app = typer.main.get_command(classroom.app)
+    if name == "release" and "--to" not in arguments:  # named in a sentence
+        arguments += ["--to", "folder"]
+    app.commands[name].make_context(name, list(arguments))
+    chapters = [a for a in arguments if re.fullmatch(r"\d\d(-\d\d)?", a)]
+    assert classroom.chosen(chapters, classroom.read_chapters()) or name in ("apply", "check")
 
 
 if __name__ == "__main__":  # the computed parts of the tables, to be pasted
