@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import typer
-from reading_time import MINUTES_A_POINT, as_text, chapters, rounded
+from reading_time import as_text, chapters, rounded
 from wrong_solutions import WRONG
 
 CHAPTERS = Path(__file__).resolve().parent.parent / "chapters"
@@ -47,7 +47,7 @@ def rows(text: str) -> list[list[str]]:
 def minutes(numbers: list[str]) -> int:
     """Reading and exercises of some chapters, as the table of hours has them."""
     times = [TIMES[NUMBERS[number]] for number in numbers]
-    return sum(rounded(t.reading) + t.points * MINUTES_A_POINT for t in times)
+    return sum(rounded(t.reading) + rounded(t.exercises) for t in times)
 
 
 def linked(cell: str) -> list[str]:
@@ -75,15 +75,14 @@ def hours_table() -> list[list[str]]:
         first = next(cell for cell in BOOK[name].cells if cell.cell_type == "markdown")
         title = first.source.split("\n")[0].removeprefix("# ")
         link = f"[{title}]({name}.ipynb)"
-        doing = as_text(rounded(times.points * MINUTES_A_POINT))
+        doing = as_text(rounded(times.exercises))
         table.append([link, as_text(rounded(times.reading)), str(times.points or "–"), doing])
     return table
 
 
 def hours_and_points(numbers: list[str]) -> list[str]:
-    """Of some chapters together: whole hours, more or less, and points."""
     points = sum(TIMES[NUMBERS[number]].points for number in numbers)
-    return [as_text(rounded(minutes(numbers))), str(points)]
+    return [as_text(minutes(numbers)), str(points)]
 
 
 def test_the_table_of_hours():
@@ -91,9 +90,10 @@ def test_the_table_of_hours():
 
 
 def test_the_sums_of_hours():
-    reading = sum(rounded(t.reading) for t in TIMES.values())
-    points = sum(t.points for t in TIMES.values())
-    said = f"{as_text(rounded(reading))} of reading, {points} points"
+    reading = as_text(sum(rounded(times.reading) for times in TIMES.values()))
+    doing = as_text(sum(rounded(times.exercises) for times in TIMES.values()))
+    points = sum(times.points for times in TIMES.values())
+    said = f"Together: {reading} of reading and {doing} of exercises, {points} points."
     assert said in " ".join(section("Hours").split()), said
 
 
