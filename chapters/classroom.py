@@ -194,18 +194,19 @@ def mark_out_of_reach(notebook, absent: set[str]) -> None:
 
 
 def editable(notebook: dict):
-    """A copy as nbformat and nbgrader want it: sources are text, not lines."""
+    """A copy as nbgrader wants it: sources are text, not lines. Outputs stay as they are stored."""
     import nbformat
 
-    return nbformat.reads(json.dumps(notebook), as_version=4)
+    cells = [{**cell, "source": source(cell)} for cell in notebook["cells"]]
+    return nbformat.from_dict({**notebook, "cells": cells})
 
 
 def as_lines(notebook) -> dict:
     """A notebook as Jupyter stores it: a line of source is a line of the file."""
-    import nbformat
-
-    nbformat.validate(notebook)
-    return json.loads(nbformat.writes(notebook, version=4))
+    cells = [
+        {**cell, "source": source(cell).splitlines(keepends=True)} for cell in notebook["cells"]
+    ]
+    return {**notebook, "cells": cells}
 
 
 def student_pyproject(root: Path) -> str:
@@ -323,7 +324,7 @@ def apply(files: list[Path], replace: set[str] = frozenset(), folder: Path = CHA
             if place.exists():
                 done.append(f"{file.stem}: is complete here already, nothing to do")
             else:
-                save(folder, file.stem, editable_lines(reference.notebook))
+                shutil.copyfile(file, place)
                 done.append(f"{file.stem}: was not here, taken over as a whole")
             continue
         frame = Chapter(file.stem, json.loads(frame_file.read_text("utf8")))
@@ -332,13 +333,14 @@ def apply(files: list[Path], replace: set[str] = frozenset(), folder: Path = CHA
         except SubmissionError as error:
             raise ClassroomError(f"{place}: {error}") from None
         notebook = json.loads(place.read_text("utf-8-sig"))
-        filled = []
+        filled = {}
         for exercise in frame.exercises.values():
             found = submission.find(exercise, frame)
             wanted = exercise.id in replace or exercise.key in replace or "all" in replace
             if found.state in ("stub", "missing") or (wanted and found.state == "written"):
-                put(notebook, reference, exercise.id, found)
-                filled.append(exercise.id)
+                filled[exercise.id] = notebook["cells"][found.number - 1] if found.number else None
+        for exercise, cell in filled.items():
+            put(notebook, reference, exercise, cell)
         if filled:
             kept = keep_a_copy(place, folder.parent / "mine")
             save(folder, file.stem, notebook)
@@ -350,23 +352,22 @@ def apply(files: list[Path], replace: set[str] = frozenset(), folder: Path = CHA
     return done
 
 
-def put(notebook: dict, reference: Chapter, exercise: str, found: Found) -> None:
-    """The reference's cell in the place of the student's, or at the end if there is none."""
+def put(notebook: dict, reference: Chapter, exercise: str, old: dict | None) -> None:
+    """The reference's cell in the place of the student's, or where it stood in the chapter if there is none."""
     head, code = sync.split_head(source(reference.code[exercise]).split("\n"))
     code = [line for line in code if line.strip() not in (BEGIN, END)]
     text = "\n".join([*head, OVERLAID, *code])
-    cells = notebook["cells"]
-    cell = {**reference.code[exercise], "outputs": [], "execution_count": None, "source": text}
+    cell = {**reference.code[exercise], "outputs": [], "execution_count": None}
     cell["source"] = text.splitlines(keepends=True)
-    if found.state == "missing":
+    cells = notebook["cells"]
+    if old is None:
         order = list(reference.code)
         before = set(order[: order.index(exercise)])
         at = max((i for i, c in enumerate(cells, 1) if c.get("id") in before), default=0)
         cells.insert(at, cell)
     else:
-        cells[found.number - 1] = cell
-    # the same cell again further down would define it anew
-    for other in cells:
+        cells[next(i for i, c in enumerate(cells) if c is old)] = cell
+    for other in cells:  # a second cell of this id could not be exported
         if other is not cell and other.get("id") == exercise:
             other["id"] = f"{exercise}-before"
 
@@ -379,10 +380,6 @@ def keep_a_copy(path: Path, folder: Path) -> Path:
         copy = folder / f"{path.stem}_{number}.ipynb"
     shutil.copyfile(path, copy)
     return copy
-
-
-def editable_lines(notebook: dict) -> dict:
-    return as_lines(editable(notebook))
 
 
 # ---- check
@@ -398,6 +395,8 @@ def own_cells(submission: Submission, frame: Chapter, exercise: Exercise, found:
             at = next((order.index(i) for i in after if i in order), len(order))
             order.insert(at, cell_id)
     cells = {i: mine.get(i, source(frame.code.get(i, {}))) for i in order if i != "setup"}
+    # these fetch names back from the package as it is on disk
+    cells = {i: text for i, text in cells.items() if not text.startswith("#| export __")}
     for other in frame.exercises.values():
         if other.id != exercise.id:
             cells[other.id] = submission.find(other, frame).code
@@ -430,17 +429,10 @@ def check(place: Path, frame: Chapter, only: list[str], trials: Trials, step) ->
         tests = [c.code for c in submission.cells if exercise.test_id in (c.id, c.grade_id)]
         if not tests:
             verdict.notes += ("its test cell is gone from the notebook; here it was run anyway",)
-        elif shape_or_text(tests[-1]) != shape_or_text(exercise.seen_tests):
+        elif shape(tests[-1]) != shape(exercise.seen_tests):
             verdict.notes += ("its test cell was changed; here the test as it was given was run",)
         verdicts.append(verdict)
     return verdicts
-
-
-def shape_or_text(code: str) -> str:
-    try:
-        return shape(code)
-    except SyntaxError:
-        return code
 
 
 def package_notes(folder: Path) -> list[str]:
@@ -584,14 +576,14 @@ def grade_command(
 
     Their code is run with your rights: do this in a container, or as a user of its own.
     """
-    import grading
-
-    from llm_engine.progress import progress_bar
-
     if (CHAPTERS / FRAMES).is_dir():
         raise ClassroomError(
             "grading takes the whole book, with its hidden tests; this is a student's folder"
         )
+    import grading
+
+    from llm_engine.progress import progress_bar
+
     if not submissions.is_dir():
         raise ClassroomError(f"{submissions} is no folder")
     if to.exists() and any(to.iterdir()):
@@ -629,10 +621,11 @@ def grade_command(
         )
     most = sum(e.points for c in due for e in c.exercises.values())
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("student", "points", *(c.name[:2] for c in due), "notes"):
+    shown = due if len(due) <= 8 else []
+    for title in ("student", "points", *(c.name[:2] for c in shown), "notes"):
         table.add_column(title, justify="left" if title in ("student", "notes") else "right")
     for result in graded:
-        row = [f"{sum(p for (n, _), p in result.points.items() if n == c.name):g}" for c in due]
+        row = [f"{sum(p for (n, _), p in result.points.items() if n == c.name):g}" for c in shown]
         notes = escape("; ".join(result.notes))
         table.add_row(escape(result.student), f"{result.total:g}/{most:g}", *row, notes)
     out.print(table)

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType
 
@@ -157,8 +157,16 @@ class Written:
         return [(text, *names_of(text)) for text in statements(plain(self.code))]
 
     @cached_property
-    def sets(self) -> set[str]:
-        return {name for _, sets, _ in self.parts for name in sets}
+    def defines(self) -> set[str]:
+        """Names that it gives a meaning to, other than by an import."""
+        return {n for text, sets, _ in self.parts if not is_import(text) for n in sets}
+
+    @cached_property
+    def broken(self) -> bool:
+        """Whether Python cannot read it."""
+        return not self.parts and any(
+            line.strip() and not line.lstrip().startswith("#") for line in self.code.split("\n")
+        )
 
 
 @dataclass
@@ -184,12 +192,12 @@ class Submission:
         Of several cells of one kind, the last that is not the stub counts. The cell need not stand where it stood.
         """
         asked = set(exercise.names)
-        given = {source(c).strip() for i, c in chapter.code.items() if i != exercise.id}
-        cells = [c for c in self.cells if c.code.strip() not in given]
+        given = {shape(source(c)) for i, c in chapter.code.items() if i != exercise.id}
+        cells = [c for c in self.cells if shape(c.code) not in given]
         kinds = {
             "id": [c for c in cells if c.id == exercise.id],
             "grade_id": [c for c in cells if c.grade_id == exercise.id],
-            "name": [c for c in cells if asked & c.sets],
+            "name": [c for c in cells if asked & c.defines],
         }
         seen = [cell for cells in kinds.values() for cell in cells]
         if not seen:
@@ -200,7 +208,7 @@ class Submission:
         for kind, cells in kinds.items():
             written = [c for c in cells if not is_stub(c.code, exercise.stub)]
             # a cell whose code went elsewhere is no solution, unless it is all there is
-            written = [c for c in written if asked & c.sets or not c.parts]
+            written = [c for c in written if asked & c.defines or c.broken]
             if written:
                 return self.taken(exercise, chapter, written[-1], kind, seen)
         stubs = [c for c in seen if is_stub(c.code, exercise.stub)]
@@ -225,7 +233,7 @@ class Submission:
             notes.append(f"defined more than once (also in cell {also}): cell {cell.number} counts")
         if OVERLAID in cell.code:
             return Found("overlaid", headed(cell.code, exercise), cell.number, tuple(notes))
-        code, foreign = cell.code, self.foreign(exercise, chapter) & cell.sets
+        code, foreign = cell.code, self.foreign(exercise, chapter) & cell.defines
         if (
             kind == "name"
         ):  # of a cell that is not the exercise's, only this; `helpers` finds what it needs
@@ -350,15 +358,16 @@ def binds(statement: ast.stmt) -> Iterator[str]:
 
 def is_stub(code: str, stub: str) -> bool:
     """Whether code still is what the student was given: only comments and spaces may differ, or the words of the error."""
-    try:
-        return shape(code) == shape(stub)
-    except SyntaxError:
-        return False
+    return shape(code) == shape(stub)
 
 
+@lru_cache(4096)
 def shape(code: str) -> str:
-    """Code without comments, docstrings, spaces and the message of a NotImplementedError."""
-    tree = ast.parse(code)
+    """Code without comments, docstrings, spaces and the message of a NotImplementedError; as it is if it cannot be parsed."""
+    try:
+        tree = ast.parse(plain(code))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return code.strip()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and len(body) > 1 and is_text(body[0]):
@@ -374,7 +383,8 @@ def is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def names_of(code: str) -> tuple[set[str], set[str]]:
+@lru_cache(4096)
+def names_of(code: str) -> tuple[frozenset[str], frozenset[str]]:
     """Names that a cell sets at top level, and names that it needs from elsewhere."""
     sets, needs, inner = set(), set(), []
     # in the order of execution, more or less
@@ -389,14 +399,18 @@ def names_of(code: str) -> tuple[set[str], set[str]]:
         steps = list(dis.get_instructions(function))
         needs |= {s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")} - sets
         inner += [s.argval for s in steps if isinstance(s.argval, CodeType)]
-    return sets, needs
+    return frozenset(sets), frozenset(needs)
 
 
+@lru_cache(4096)
 def plain(code: str) -> str:
     """Code with IPython's magics made into calls, so that it can be parsed."""
     from IPython.core.inputtransformer2 import TransformerManager
 
-    return TransformerManager().transform_cell(code)
+    try:
+        return TransformerManager().transform_cell(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return code
 
 
 def needed(cells: dict[str, str], test: str) -> list[str]:
@@ -467,6 +481,7 @@ def out_of_reach(notebook: dict, absent: set[str]) -> dict[str, list[str]]:
     return found
 
 
+@lru_cache(4096)
 def statements(code: str) -> list[str]:
     """The text of each top-level statement; none if the code cannot be compiled."""
     try:
@@ -476,6 +491,10 @@ def statements(code: str) -> list[str]:
         return []
     lines = code.split("\n")
     return ["\n".join(lines[first_line(s) - 1 : s.end_lineno]) for s in body]
+
+
+def is_import(statement: str) -> bool:
+    return isinstance(ast.parse(statement).body[0], ast.Import | ast.ImportFrom)
 
 
 def first_line(statement: ast.stmt) -> int:
@@ -512,12 +531,34 @@ def trial_cells(cells: dict[str, str], exercise: Exercise, found: Found) -> list
     ids = needed(cells, exercise.test_id)
     if exercise.id not in ids:
         ids.append(exercise.id)
-    run = []
+    run, defined = [], set()
     for cell_id in ids:
         if cell_id == exercise.id and found.helpers:
             run.append((f"helpers-{exercise.id}", found.helpers))
-        run.append((cell_id, cells[cell_id]))
+        run.append((cell_id, with_own_definitions(cells[cell_id], defined)))
+        if cells[cell_id].startswith("#| export"):
+            defined |= Written(0, "", "", cells[cell_id]).defines
     return [*run, (exercise.test_id, cells[exercise.test_id])]
+
+
+def with_own_definitions(code: str, defined: set[str]) -> str:
+    """Code that does not import from the package what cells before it have defined: the package may be older than these."""
+    lines = code.split("\n")
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError):
+        return code
+    for statement in body:
+        if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith(
+            "llm_engine."
+        ):
+            kept = [a for a in statement.names if a.asname or a.name not in defined]
+            if len(kept) < len(statement.names):
+                rest = ast.ImportFrom(statement.module, kept, 0)
+                place = slice(statement.lineno - 1, statement.end_lineno)
+                blank = [""] * (statement.end_lineno - statement.lineno)
+                lines[place] = [ast.unparse(rest) if kept else "", *blank]
+    return "\n".join(lines)
 
 
 def judge(exercise: Exercise, found: Found, outcomes: list[Outcome]) -> Verdict:
@@ -527,14 +568,13 @@ def judge(exercise: Exercise, found: Found, outcomes: list[Outcome]) -> Verdict:
     if test is None:
         return verdict
     verdict.state, verdict.message = "wrong", in_words(test, exercise)
-    if test.kind in ("NameError", "Stopped"):  # what happened before says more
-        before = {o.cell: o.failure for o in outcomes[:-1] if o.failure}
-        cause = next(
-            (i for i in (exercise.id, f"helpers-{exercise.id}", *before) if i in before), ""
-        )
-        if cause:
-            test = before[cause]
-            verdict.message = f"cell {cause} stopped. {in_words(test)}"
+    before = {o.cell: o.failure for o in outcomes[:-1] if o.failure}
+    own = [i for i in (exercise.id, f"helpers-{exercise.id}") if i in before]
+    unknown = test.kind == "NameError" and {place[0] for place in test.places} <= {exercise.test_id}
+    cause = next(iter([*own, *before]), "")
+    if cause and (own or unknown or test.kind == "Stopped"):  # what happened before says more
+        test = before[cause]
+        verdict.message = f"cell {cause} stopped. {in_words(test)}"
     missing = re.match(r"chapter (\d+), exercise ([\w-]+): not written yet", test.message)
     if test.kind == "NotImplementedError" and missing and missing[2] != exercise.id:
         verdict.state = "waits"

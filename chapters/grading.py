@@ -6,15 +6,16 @@ come from the book, from the student only what each exercise asks for; and each 
 with the reference for all other exercises. What came of it is then put into the notebook as its outputs, and nbgrader counts the points.
 """
 
+import contextlib
 import csv
 import json
 import logging
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,6 +255,14 @@ def error_output(kind: str, message: str) -> dict:
     return new_output("error", ename=kind, evalue=message, traceback=[f"{kind}: {message}"])
 
 
+@contextlib.contextmanager
+def quiet():
+    """Without the warnings of nbgrader's own use of its libraries."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 class Course:
     """A folder as nbgrader wants it, with its gradebook."""
 
@@ -288,7 +297,8 @@ class Course:
         from nbgrader.converters import GenerateAssignment
 
         self.directory.student_id = "."
-        GenerateAssignment(coursedir=self.directory, log=self.log).start()
+        with quiet():
+            GenerateAssignment(coursedir=self.directory, log=self.log).start()
 
     def grade(self, student: str, verdicts: dict[str, list[Verdict]], show_hidden: bool) -> None:
         """Hand one student's results to nbgrader: its points, its feedback pages."""
@@ -325,11 +335,13 @@ class Course:
         autograde.autograde_preprocessors = [
             Results, LimitOutput, SaveAutoGrades, CheckCellMetadata,
         ]  # fmt: skip
-        autograde.start()
+        with quiet():
+            autograde.start()
         feedback = GenerateFeedback(coursedir=self.directory, log=self.log)
         if not show_hidden:
             feedback.preprocessors = [Hide, *feedback.preprocessors]
-        feedback.start()
+        with quiet():
+            feedback.start()
 
     def points(self, student: str) -> dict[tuple[str, str], float]:
         """(chapter, exercise) -> points, as nbgrader's gradebook has them."""
@@ -404,8 +416,10 @@ def grade(
                 (name, v.exercise.id): v.points for name, vs in result.verdicts.items() for v in vs
             }
         pages = course.folder / "feedback" / folder / ASSIGNMENT
-        if pages.is_dir():
-            shutil.copytree(pages, to / "feedback" / folder, dirs_exist_ok=True)
+        for file in sorted(pages.glob("*.html")):
+            (to / "feedback" / folder).mkdir(parents=True, exist_ok=True)
+            text = re.sub(r'<script src="https?://[^>]*></script>', "", file.read_text("utf8"))
+            (to / "feedback" / folder / file.name).write_text(text, "utf8")
         graded.append(result)
     write_tables(graded, chapters, to)
     return graded

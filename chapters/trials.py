@@ -320,9 +320,6 @@ def new_shell(root: str, setup: str):
     shell = InteractiveShell.instance()
     shell.showtraceback = lambda *_, **__: None
     shell.showsyntaxerror = lambda *_, **__: None
-    for name in ("torch", "numpy", "beartype"):
-        with contextlib.suppress(ImportError):
-            __import__(name)
     with contextlib.redirect_stdout(Limited(1000)), contextlib.redirect_stderr(Limited(1000)):
         shell.run_cell(setup, store_history=False).raise_error()
     return shell

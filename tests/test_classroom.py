@@ -1,0 +1,668 @@
+"""The classroom: what students get, what they can check, and grading that survives what they hand in.
+
+Most of it happens on a small book made here; a student's way from a release of Part 1 to their own engine, and the real chapters'
+packages, on the real one.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "chapters"))
+
+import classroom
+import exercises
+import grading
+import sync
+from exercises import Chapter, Submission, Written, read_chapters, read_submission, source
+from trials import Limits, Trials
+from wrong_solutions import WRONG
+
+BOOK = read_chapters()
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "LLM_ENGINE_PROGRESS": "off"}
+QUICK = Limits(cell_seconds=2, seconds=10, output=2000, memory=1500)
+
+
+# ---- a small book
+
+
+def code(cell_id: str, text: str, **marks) -> dict:
+    metadata = {}
+    if marks:
+        marks = {"grade": False, "solution": False, "locked": False, "points": 0} | marks
+        metadata = {"nbgrader": {"schema_version": 3, "grade_id": cell_id, "task": False, **marks}}
+    return {
+        "cell_type": "code", "execution_count": 1, "id": cell_id, "metadata": metadata, "outputs": [],
+        "source": text.splitlines(keepends=True),
+    }  # fmt: skip
+
+
+def exercise(cell_id: str, before: str, solution: str, seen: str, hidden: str, points: int) -> list:
+    indent = " " * (len(solution) - len(solution.lstrip()))
+    text = f"{before}\n{indent}### BEGIN SOLUTION\n{solution}\n{indent}### END SOLUTION"
+    tests = f"{seen}\n### BEGIN HIDDEN TESTS\n{hidden}\n### END HIDDEN TESTS"
+    return [
+        code(cell_id, text, solution=True),
+        code(f"test-{cell_id}", tests, grade=True, locked=True, points=points),
+    ]
+
+
+def notebook(*cells: dict) -> dict:
+    metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    return {"cells": list(cells), "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+
+
+SHAPES = [
+    code("setup", "#| hide\nimport llm_engine"),
+    code("imports", "#| default_exp shapes\n#| export\nimport math"),
+    *exercise(
+        "double",
+        '#| export\ndef double(x):\n    """Twice x."""\n    # Add it to itself.',
+        "    return x + x",
+        'assert double(2) == 4, "twice two is four"',
+        'assert double("ab") == "abab", "also words"',
+        2,
+    ),
+    code("demo", "numbers = [double(i) for i in range(3)]\nprint(numbers)"),
+    *exercise(
+        "area",
+        '#| export\ndef side(x):\n    return abs(x)\n\n\ndef area(r):\n    """Of a circle."""',
+        "    return math.pi * side(r) ** 2",
+        'assert round(area(1), 2) == 3.14, "pi"',
+        'assert round(area(-2), 2) == 12.57, "a radius below zero"',
+        3,
+    ),
+    *exercise(
+        "quadruple",
+        "#| export\ndef quadruple(x):",
+        "    return double(double(x))",
+        "assert quadruple(numbers[1]) == 8",
+        "assert quadruple(5) == 20",
+        1,
+    ),
+    code("init", "#| export __init__\nfrom llm_engine.shapes import double"),
+]
+LATER = [
+    code("setup", "#| hide\nimport llm_engine"),
+    code("imports", "#| default_exp later\n#| export\nfrom llm_engine.shapes import quadruple"),
+    *exercise(
+        "eight", "#| export\ndef eight(x):", "    return 2 * quadruple(x)", "assert eight(1) == 8",
+        "assert eight(2) == 16", 4,
+    ),
+    code("init", "#| export __init__\nfrom llm_engine.later import eight"),
+]  # fmt: skip
+EARLY = [
+    code("setup", "#| hide\nimport llm_engine"),
+    code("page", "from llm_engine.later import eight\n\nprint(eight(1))"),
+    code("page-again", "print(eight(2))"),
+    code("fine", "print(1)"),
+    *exercise(
+        "one", "#| default_exp early\n#| export\ndef one():", "    return 1", "assert one() == 1",
+        "assert one() * 2 == 2", 1,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """The chapters folder of the small book."""
+    root = tmp_path_factory.mktemp("small")
+    (root / "chapters").mkdir()
+    for name, cells in (("10_early", EARLY), ("11_shapes", SHAPES), ("12_later", LATER)):
+        classroom.save(root / "chapters", name, notebook(*cells))
+    shutil.copyfile(ROOT / "pyproject.toml", root / "pyproject.toml")
+    return root / "chapters"
+
+
+@pytest.fixture(scope="module")
+def shapes(small) -> Chapter:
+    return read_chapters(small)["11_shapes"]
+
+
+def solved(chapter: Chapter, **changes: str) -> list[dict]:
+    """A student's notebook with all solutions, and some cells changed."""
+    cells = json.loads(json.dumps(classroom.student_version(chapter, set())["cells"]))
+    for cell in cells:
+        if cell["id"] in chapter.exercises:
+            cell["source"] = chapter.exercises[cell["id"]].solution
+        cell["source"] = changes.get(cell["id"].replace("-", "_"), cell["source"])
+    return cells
+
+
+def handed_in(folder: Path, student: str, cells: list[dict] | str, name: str = "11_shapes") -> None:
+    (folder / student).mkdir(parents=True, exist_ok=True)
+    text = cells if isinstance(cells, str) else json.dumps(notebook(*cells))
+    (folder / student / f"{name}.ipynb").write_text(text, "utf8")
+
+
+def cell_of(cells: list[dict], cell_id: str) -> dict:
+    return next(c for c in cells if c["id"] == cell_id)
+
+
+# ---- release
+
+
+@pytest.fixture(scope="module")
+def part1(tmp_path_factory) -> Path:
+    """A student's folder: Part 1 of the real book."""
+    folder = tmp_path_factory.mktemp("course") / "part1"
+    assert classroom.release(["11-19"], folder) == [n for n in BOOK if 11 <= int(n[:2]) <= 19]
+    return folder
+
+
+def text_of(folder: Path) -> str:
+    files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".py", ".ipynb", ".md", ".toml")]
+    return "\n".join(p.read_text("utf8") for p in files)
+
+
+def released(folder: Path, name: str) -> Chapter:
+    return Chapter(name, json.loads((folder / "chapters" / f"{name}.ipynb").read_text("utf8")))
+
+
+def own_lines(one: exercises.Exercise) -> list[str]:
+    """What a student must write, without what stands in the cell anyway."""
+    stub = {line.strip() for line in one.stub.split("\n")}
+    lines = (line.strip() for line in one.solution.split("\n"))
+    return [line for line in lines if line not in stub and len(line) > 12]
+
+
+def answers_in(text: str) -> list[str]:
+    """Exercises of Part 1 of which more than half of the solution stands in a text (a line or two may be common words)."""
+    found = []
+    for chapter in BOOK.values():
+        for one in chapter.exercises.values() if chapter.number < 20 else ():
+            lines = own_lines(one)
+            there = [line for line in lines if json.dumps(line)[1:-1] in text or line in text]
+            if len(there) > len(lines) / 2:
+                found.append(one.key)
+    return found
+
+
+def test_a_release_holds_no_answer(part1):
+    assert answers_in(text_of(part1)) == []
+    every = [one.key for c in BOOK.values() if c.number < 20 for one in c.exercises.values()]
+    assert answers_in(text_of(ROOT / "llm_engine")) == every, "which would be noticed"
+    notebooks = "".join(p.read_text("utf8") for p in part1.rglob("*.ipynb"))
+    assert "BEGIN HIDDEN TESTS" not in notebooks
+    assert "BEGIN SOLUTION" not in "".join(
+        p.read_text("utf8") for p in (part1 / "chapters").glob("1[1-9]*.ipynb")
+    )
+
+
+def test_a_release_keeps_hints_and_seen_tests_and_hides_the_others(part1):
+    for name in [n for n in BOOK if 11 <= int(n[:2]) <= 19]:
+        student = released(part1, name)
+        assert list(student.code) == list(BOOK[name].code), "every cell is there"
+        for one in BOOK[name].exercises.values():
+            mine = student.exercises[one.id]
+            assert f'raise NotImplementedError("chapter {name[:2]}, exercise {one.id}:' in mine.code
+            before = one.code.split("### BEGIN SOLUTION")[0].rstrip()
+            assert mine.code.startswith(before), "signature, docstring, hint"
+            assert "HIDDEN" not in mine.tests and mine.tests == one.seen_tests.rstrip()
+            assert len(mine.tests) < len(one.tests)
+            test = cell_of(student.notebook["cells"], one.test_id)
+            assert test["metadata"]["editable"] is False and test["outputs"] == []
+    figures = [
+        o for c in released(part1, "15_attention").notebook["cells"] for o in c.get("outputs", [])
+    ]
+    assert any("image/png" in o.get("data", {}) for o in figures), "a picture to aim at stays"
+
+
+def test_the_package_of_a_release_holds_only_what_was_due_before(part1, tmp_path):
+    assert {p.stem for p in (part1 / "llm_engine").glob("*.py")} == {"__init__", "viz"}
+    assert (part1 / "llm_engine" / "__init__.py").read_text("utf8") == ""
+    classroom.release(["20", "22"], tmp_path / "later")
+    have = {p.stem: p.read_text("utf8") for p in (tmp_path / "later" / "llm_engine").glob("*.py")}
+    before = [
+        c for c in sync.exported_cells(sync.read_notebooks()) if c.chapter < 22 and c.chapter != 20
+    ]
+    assert have == sync.build(before), "word for word, with the cells of earlier chapters alone"
+    assert {"engine", "cli", "streaming"} <= have.keys() and "kv_cache" not in have
+    assert "kv_cache" not in have["__init__"] and "runners" not in have["__init__"]
+    assert not list((tmp_path / "later" / "chapters").glob("3*.ipynb"))
+
+
+def test_cells_that_need_later_chapters_are_marked_and_do_not_stop_run_all(small, tmp_path):
+    classroom.release(["10"], tmp_path / "first", folder=small)
+    cells = released(tmp_path / "first", "10_early").code
+    marked = {
+        i for i, c in cells.items() if "needs a later chapter (llm_engine.later)" in source(c)
+    }
+    assert marked == {"page", "page-again"}
+    assert all("raises-exception" in cells[i]["metadata"]["tags"] for i in marked)
+    assert not cells["fine"]["metadata"].get("tags")
+    classroom.release(["10-12"], tmp_path / "all", folder=small)
+    assert "later chapter (" not in (tmp_path / "all" / "chapters" / "10_early.ipynb").read_text(
+        "utf8"
+    )
+
+
+def test_a_release_overwrites_nothing_and_knows_its_chapters(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(classroom.ClassroomError, match="not empty"):
+        classroom.release(["11"], tmp_path)
+    for word in ("99", "eleven", "attention"):
+        with pytest.raises(classroom.ClassroomError, match=f"{word}: no such chapter"):
+            classroom.release([word], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_students_folder_installs_as_the_package(part1):
+    """The same name, programs and requirements as the book's package with its extra `book`."""
+    mine = tomllib.loads((part1 / "pyproject.toml").read_text("utf8"))
+    book = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
+    assert mine["project"]["name"] == book["project"]["name"] == "llm-engine"
+    assert mine["project"]["scripts"] == book["project"]["scripts"]
+    assert set(mine["project"]["dependencies"]) == {
+        *book["project"]["dependencies"],
+        *book["project"]["optional-dependencies"]["book"],
+    }
+    assert mine["tool"]["setuptools"]["packages"] == ["llm_engine"]
+    for tool in classroom.TOOLS:
+        assert (part1 / "chapters" / tool).read_bytes() == (ROOT / "chapters" / tool).read_bytes()
+    readme = (part1 / "README.md").read_text("utf8")
+    for name in [n for n in BOOK if 11 <= int(n[:2]) <= 19]:
+        for one in BOOK[name].exercises.values():
+            assert f"| [{name}](chapters/{name}.ipynb) | `{one.id}` | {one.points:g} |" in readme
+
+
+# ---- a student's own engine
+
+
+def run(folder: Path, *words: str, **more) -> subprocess.CompletedProcess:
+    """A program in a student's folder; llm_engine is theirs and no other."""
+    env = ENV | {"PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **more,
+    )
+
+
+def fill_in(folder: Path, leave: set[str] = frozenset()) -> None:
+    """Write the solutions into a student's notebooks."""
+    for path in sorted((folder / "chapters" / "released").glob("*.ipynb")):
+        place = folder / "chapters" / path.name
+        notebook = json.loads(place.read_text("utf8"))
+        for cell in notebook["cells"]:
+            one = BOOK[path.stem].exercises.get(cell["id"])
+            if one and one.key not in leave:
+                cell["source"] = one.solution
+        place.write_text(json.dumps(notebook), "utf8")
+
+
+ANSWER = (
+    "import sys, llm_engine, llm_engine.cli\n"
+    "print(llm_engine.__file__)\n"
+    "sys.argv = ['llm-engine', 'generate', 'The capital of France is', '--max-new-tokens', '2']\n"
+    "llm_engine.cli.main()\n"
+)
+
+
+def test_a_student_who_finishes_part_1_generates_text_with_their_own_package(
+    part1, tmp_path, default_folder
+):
+    folder = tmp_path / "mine"
+    shutil.copytree(part1, folder)
+    fill_in(folder, leave={"16_ffn_and_transformer:feed-forward", "11_config:read-eos"})
+    done = run(folder, "chapters/sync.py")
+    assert done.returncode == 0, done.stderr
+    # one missing: it says which
+    done = run(folder, "-c", ANSWER)
+    assert done.returncode != 0
+    error = "chapter 11, exercise read-eos: not written yet"
+    assert error in done.stderr + done.stdout
+    # the reference for what is missing, and only for that
+    mine = "    # mine\n"
+    place = folder / "chapters" / "15_attention.ipynb"
+    place.write_text(
+        place.read_text("utf8").replace(
+            "    mask = key <= query", f"{mine[:-1]}\\n    mask = key <= query"
+        )
+    )
+    assert mine.strip() in place.read_text("utf8")
+    classroom.overlay(["11", "15", "16"], folder / "overlays")
+    done = run(folder, "chapters/classroom.py", "apply")
+    assert done.returncode == 0, done.stderr
+    told = " ".join(done.stdout.split())
+    assert (
+        "11_config: read-eos from the reference" in told
+        and "15_attention: you have written all of it" in told
+    )
+    assert run(folder, "chapters/sync.py").returncode == 0
+    assert mine in (folder / "llm_engine" / "attention.py").read_text("utf8"), "their own cells win"
+    done = run(folder, "-c", ANSWER)
+    assert done.stdout.split("\n")[0] == str(folder / "llm_engine" / "__init__.py"), (
+        "no other package"
+    )
+    assert " Paris." in done.stdout, done.stderr[-2000:]
+    assert not (folder / "llm_engine" / "kv_cache.py").exists()
+
+
+# ---- check
+
+
+@pytest.fixture(scope="module")
+def student(small, tmp_path_factory) -> Path:
+    """A student's folder of the small book."""
+    folder = tmp_path_factory.mktemp("student") / "course"
+    classroom.release(["11-12"], folder, folder=small)
+    assert run(folder, "chapters/sync.py").returncode == 0
+    return folder
+
+
+def checked(folder: Path, cells: list[dict], shapes_frame: Chapter, trials: Trials) -> dict:
+    place = folder / "chapters" / "11_shapes.ipynb"
+    place.write_text(json.dumps(notebook(*cells)), "utf8")
+    return {
+        v.exercise.id: v for v in classroom.check(place, shapes_frame, [], trials, lambda e: None)
+    }
+
+
+@pytest.fixture(scope="module")
+def own_trials(student):
+    with Trials(student, "#| hide\nimport llm_engine", QUICK) as trials:
+        yield trials
+
+
+@pytest.fixture
+def frame(student) -> Chapter:
+    return classroom.frames_of(student / "chapters")["11_shapes"]
+
+
+def test_check_says_what_is_wrong_and_waits_for_what_is_missing(student, shapes, frame, own_trials):
+    cells = solved(
+        shapes,
+        area="#| export\ndef area(r):\n    return 3.2 * r**2",
+        double=shapes.exercises["double"].stub,
+    )
+    verdicts = checked(student, cells, frame, own_trials)
+    assert {i: v.state for i, v in verdicts.items()} == {
+        "double": "stub",
+        "area": "wrong",
+        "quadruple": "waits",
+    }
+    assert verdicts["area"].message == "pi. Here `round(area(1), 2)` is 3.2"
+    assert "needs exercise double of chapter 11" in verdicts["quadruple"].message
+    double = shapes.exercises["double"]
+    assert classroom.hint_of(frame.exercises["double"]) == "Add it to itself."
+    assert classroom.hint_of(double) == "Add it to itself."
+
+
+def test_check_names_the_line_of_an_error_and_sees_changed_tests(
+    student, shapes, frame, own_trials
+):
+    cells = solved(
+        shapes,
+        double="#| export\ndef double(x):\n    twice = y + x\n    return twice",
+        test_double="assert True",
+        quadruple="#| export\ndef quadruple(x)\n    return 4 * x",
+    )
+    cells.remove(cell_of(cells, "test-area"))
+    verdicts = checked(student, cells, frame, own_trials)
+    assert verdicts["double"].message == (
+        "NameError: name 'y' is not defined (cell double, line 3: twice = y + x)"
+    )
+    assert "its test cell was changed" in verdicts["double"].notes[0]
+    assert verdicts["area"].state == "right" and "gone" in verdicts["area"].notes[0]
+    assert verdicts["quadruple"].state == "wrong"
+    assert (
+        "SyntaxError" in verdicts["quadruple"].message and "line 2" in verdicts["quadruple"].message
+    )
+
+
+def test_the_check_command_ends_with_1_until_all_is_right(student, shapes):
+    place = student / "chapters" / "11_shapes.ipynb"
+    place.write_text(json.dumps(notebook(*solved(shapes))), "utf8")
+    done = run(student, "chapters/classroom.py", "check", "11", "double", "quadruple")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 exercises right: 3 of 3 points" in done.stdout
+    assert "llm_engine is older than your notebooks (shapes)" in " ".join(done.stdout.split())
+    done = run(student, "chapters/classroom.py", "check")
+    assert done.returncode == 1
+    assert "3 of 4 exercises right: 6 of 10 points" in done.stdout and "not written" in done.stdout
+    done = run(student, "chapters/classroom.py", "check", "13")
+    assert done.returncode == 1 and "13: no such chapter" in done.stderr
+    done = run(student, "chapters/classroom.py", "grade", "chapters")
+    assert done.returncode == 1 and "student's folder" in done.stderr
+
+
+# ---- overlay
+
+
+def test_an_overlay_fills_what_is_missing_and_leaves_what_is_written(small, shapes, tmp_path):
+    folder = tmp_path / "course"
+    classroom.release(["11"], folder, folder=small)
+    overlays = classroom.overlay(["11", "12"], tmp_path / "handout", folder=small)
+    assert "HIDDEN" not in overlays[0].read_text("utf8")
+    place = folder / "chapters" / "11_shapes.ipynb"
+    cells = json.loads(place.read_text("utf8"))["cells"]
+    own = "#| export\ndef double(x):\n    return 3 * x  # wrong, but mine"
+    cell_of(cells, "double")["source"] = own
+    cells.remove(cell_of(cells, "area"))
+    place.write_text(json.dumps(notebook(*cells)), "utf8")
+    before = place.read_bytes()
+    done = classroom.apply(overlays, folder=folder / "chapters")
+    assert "11_shapes: area, quadruple from the reference" in done[0]
+    assert "12_later: was not here" in done[1]
+    after = Chapter("11_shapes", json.loads(place.read_text("utf8")))
+    assert source(after.code["double"]) == own
+    assert source(after.code["quadruple"]).startswith(f"#| export\n{exercises.OVERLAID}\n")
+    order = list(after.code)
+    assert order.index("area") == order.index("test-area") - 1, "back where it was"
+    assert (folder / "mine" / "11_shapes.ipynb").read_bytes() == before
+    assert run(folder, "chapters/sync.py").returncode == 0
+    done = classroom.apply(overlays[:1], {"double"}, folder=folder / "chapters")
+    assert "double from the reference" in done[0]
+    assert "mine/11_shapes_2.ipynb" in done[0] and own[-6:] in (
+        folder / "mine" / "11_shapes_2.ipynb"
+    ).read_text("utf8")
+    found = read_submission(place).find(shapes.exercises["double"], shapes)
+    assert found.state == "overlaid", "and earns no points"
+
+
+# ---- finding what a student wrote
+
+
+def rewritten(cells: list[dict], seed: int) -> list[dict]:
+    """A solved notebook after an afternoon: reordered, ids lost or doubled, cells copied, marks gone, others added."""
+    chance = random.Random(seed)
+    cells = json.loads(json.dumps(cells))
+    if chance.random() < 0.5:
+        chance.shuffle(cells)
+    for cell in list(cells):
+        if chance.random() < 0.3:
+            cell.pop("id", None)
+        if chance.random() < 0.3:
+            cell["metadata"] = chance.choice([{}, None, [], {"nbgrader": "?"}])
+        if chance.random() < 0.2:
+            cells.insert(chance.randrange(len(cells)), {**cell, "id": f"copy-{chance.random()}"})
+        if chance.random() < 0.2:
+            cell["source"] = "".join(cell["source"]) + "\n\n# a thought\n"
+        if chance.random() < 0.1:
+            cells.insert(chance.randrange(len(cells)), code(f"x{chance.random()}", "1 +"))
+        if chance.random() < 0.1:
+            cells.append({"cell_type": "markdown", "source": ["# notes"]})
+        if chance.random() < 0.1:
+            cells.append(
+                chance.choice(
+                    [None, 3, {}, {"cell_type": "code"}, {"cell_type": "code", "source": 7}]
+                )
+            )
+        if chance.random() < 0.1:
+            cell.pop("outputs", None)
+    return cells
+
+
+@settings(max_examples=80)
+@given(seed=st.integers(0, 10**9))
+def test_a_solution_is_found_whatever_became_of_the_notebook(shapes, tmp_path_factory, seed):
+    cells = rewritten(solved(shapes), seed)
+    submission = Submission(list(exercises.written_cells(notebook(*cells))))
+    for one in shapes.exercises.values():
+        found = submission.find(one, shapes)
+        assert found.state == "written", one.id
+        names: dict = {"math": __import__("math"), "double": lambda x: x + x}
+        exec("\n".join([found.helpers, found.code]), names)
+        assert names["double"](4) == 8 if one.id == "double" else True
+        assert round(names["area"](-2), 2) == 12.57 if one.id == "area" else True
+        assert names["quadruple"](3) == 12 if one.id == "quadruple" else True
+
+
+def find(shapes: Chapter, exercise_id: str, *texts: str, ids: tuple[str, ...] = ()):
+    ids = ids + ("",) * len(texts)
+    cells = [Written(n, ids[n - 1], "", text) for n, text in enumerate(texts, 1)]
+    return Submission(cells).find(shapes.exercises[exercise_id], shapes)
+
+
+def test_the_last_definition_that_is_no_stub_counts_and_it_says_so(shapes):
+    stub = shapes.exercises["double"].stub
+    right = "def double(x):\n    return 2 * x"
+    assert find(shapes, "double", stub).state == "stub"
+    assert (
+        find(shapes, "double", stub.replace("# Your code here.", "# I give up\n    ")).state
+        == "stub"
+    )
+    assert find(shapes, "double", "x = 1").state == "missing"
+    found = find(shapes, "double", right, "def double(x):\n    return x", right, stub)
+    assert (found.state, found.number) == ("written", 3)
+    assert "taken from cell 3, the last one that defines double" in found.notes[0]
+    assert "also in cell 1, 2" in found.notes[1]
+    found = find(
+        shapes, "double", "#| export\ndef double(x):\n    return 1", right, ids=("double",)
+    )
+    assert found.number == 1, "the exercise's own cell comes first"
+    assert "cell 1 counts" in found.notes[0]
+    found = find(shapes, "double", stub, right, ids=("double",))
+    assert found.number == 2 and found.code == f"#| export\n{right}"
+    found = find(shapes, "double", "# moved down", right, ids=("double",))
+    assert found.number == 2, "an emptied cell is no solution"
+
+
+def test_helpers_of_a_student_come_along_and_nothing_else_does(shapes):
+    solution = "def area(r):\n    return constant() * square(r)\n"
+    found = find(
+        shapes,
+        "area",
+        "import math, cmath\nfrom fractions import Fraction as F",
+        "def square(x):\n    return power(x, 2)\n\nprint(1 / 0)",
+        "while True: pass",
+        "def power(x, n):\n    return F(x) ** n\n\ndef double(x):\n    return 0",
+        "def constant(): return math.pi",
+        solution,
+        ids=("imports", "", "", "", "", "area"),
+    )
+    assert "1 / 0" not in found.helpers and "double" not in found.helpers
+    names: dict = {"math": __import__("math")}
+    exec(f"{found.helpers}\n{found.code}", names)
+    assert round(names["area"](2), 2) == 12.57
+    # what was given with the exercise, outside of what was to be written, is given again
+    found = find(shapes, "area", "def area(r):\n    return 3 * side(r)")
+    assert "def side(x)" in found.helpers
+
+
+def test_two_exercises_in_one_cell_are_graded_apart(shapes):
+    both = "def double(x):\n    return 7\n\n\ndef quadruple(x):\n    return double(double(x))\n"
+    found = find(shapes, "quadruple", both, ids=("quadruple",))
+    assert "def double" not in found.code and "def quadruple" in found.code
+    found = find(shapes, "quadruple", both)
+    assert "def double" not in found.code + found.helpers
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "empty"),
+        (b"print(1)", "not JSON"),
+        (b'{"cells": [<<<<<<< HEAD', "merge conflict"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "no notebook"),
+        (b'{"cells": {}}', "no notebook"),
+        (b'{"worksheets": [1]}', "before 2015"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b" " * 70_000_000, "at most"),
+    ],
+)
+def test_what_is_no_notebook_is_named(tmp_path, text, why):
+    (tmp_path / "x.ipynb").write_bytes(text)
+    with pytest.raises(exercises.SubmissionError, match=why):
+        read_submission(tmp_path / "x.ipynb")
+
+
+# ---- running
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory):
+    with Trials(tmp_path_factory.mktemp("root"), "import math", QUICK) as trials:
+        yield trials
+
+
+def tried(trials: Trials, *codes: str) -> list:
+    return trials.run([(f"c{i}", text) for i, text in enumerate(codes)])
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("while True: pass", "OutOfTime", "longer than 2 s"),
+        ("while True:\n  try:\n    while True: pass\n  except Exception: pass", "OutOfTime", "2 s"),
+        ("import os; os._exit(0)", "Stopped", "exit code 0"),
+        ("import os, signal; os.kill(os.getpid(), 9)", "Stopped", "SIGKILL"),
+        ("import no_such_module", "ModuleNotFoundError", "no_such_module"),
+        ("def f(:", "SyntaxError", "invalid syntax"),
+        ("raise SystemExit(3)", "SystemExit", "3"),
+        ("def f(n): return f(n)\nf(1)", "RecursionError", "recursion"),
+        ("input()", "EOFError", ""),
+        ("x = b'1' * 2_000_000_000\nimport time; time.sleep(9)", "Stopped", "MB of memory"),
+    ],
+)
+def test_a_cell_that_goes_wrong_is_named_and_ends_alone(trials, text, kind, message):
+    first, bad = tried(trials, "print(math.pi)", text)
+    assert first.output == "3.141592653589793\n"
+    assert bad.failure.kind == kind and message in bad.failure.message
+    assert tried(trials, "assert 1 == 1")[0].failure is None, "the next trial does not notice"
+
+
+def test_prints_of_megabytes_are_cut_and_leave_nothing_behind(trials):
+    loud, raw = tried(
+        trials,
+        "import sys\nprint('x' * 30_000_000)\nprint('y' * 1000, file=sys.stderr)",
+        "import os\nfor _ in range(20_000): os.write(1, b'x' * 1000)\nos.system('echo out; echo err >&2')",
+    )
+    assert len(loud.output) < 3000 and "more characters, not kept" in loud.output
+    assert loud.failure is None and raw.failure is None
+
+
+def test_a_loop_that_catches_everything_and_a_killed_server_cost_one_trial(trials):
+    stubborn = "while True:\n  try:\n    while True: pass\n  except BaseException: pass"
+    before, bad, after = tried(trials, "x = 1", stubborn, "x")
+    assert before.failure is None and bad.failure is not None
+    tried(trials, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    assert tried(trials, "math.pi")[0].failure is None
+
+
+def test_one_trial_does_not_change_the_next(trials):
+    tried(
+        trials,
+        "import math\nmath.pi = 3\nimport os\nos.environ['LEFT'] = '1'\nopen('left', 'w').close()",
+    )
+    (done,) = tried(
+        trials,
+        "import os\nassert math.pi > 3.1\nassert 'LEFT' not in os.environ and not os.listdir()",
+    )
+    assert done.failure is None, done.failure
