@@ -89,12 +89,15 @@ def test_the_table_of_hours():
     assert rows(section("Hours")) == hours_table()
 
 
-def test_the_sums_of_hours():
+def together() -> str:
     reading = as_text(sum(rounded(times.reading) for times in TIMES.values()))
     doing = as_text(sum(rounded(times.exercises) for times in TIMES.values()))
     points = sum(times.points for times in TIMES.values())
-    said = f"Together: {reading} of reading and {doing} of exercises, {points} points."
-    assert said in " ".join(section("Hours").split()), said
+    return f"Together: {reading} of reading and {doing} of exercises, {points} points."
+
+
+def test_the_sums_of_hours():
+    assert f"\n{together()}" in section("Hours")
 
 
 @pytest.mark.parametrize("title, left_out", [("Five weeks", OPTIONAL), ("Ten weeks", set())])
@@ -184,9 +187,32 @@ def test_commands_of_the_classroom_can_be_parsed(command):
     assert classroom.chosen(chapters, classroom.read_chapters()) or name in ("apply", "check")
 
 
-if __name__ == "__main__":  # the computed parts of the tables, to be pasted
-    for row in hours_table():
-        print("|", " | ".join(row), "|")
-    for title in ("Five weeks", "Ten weeks"):
-        for week, (_, names, *_) in enumerate(rows(section(title)), 1):
-            print(title, week, *hours_and_points(linked(names)))
+# ---- numbers of today
+
+
+def refreshed(guide: str) -> str:
+    """The guide with hours and points as the notebooks have them. New chapters and exercises need lines of their own first."""
+    table = dict(zip(TIMES, hours_table(), strict=True))
+    points = {f"{name}.ipynb#{cell}": n for (name, cell), n in exercises().items()}
+    lines = []
+    for line in guide.split("\n"):
+        if week := re.fullmatch(r"(\| \d+ \| (\[\d\d\]\([^|]+) \|) [^|]+ \| \d+ (\| .+)", line):
+            line = f"{week[1]} {' | '.join(hours_and_points(linked(week[2])))} {week[3]}"
+        elif chapter := re.match(r"\| \[\d\d · [^|]+\]\((\w+)\.ipynb\) \|", line):
+            line = f"| {' | '.join(table[chapter[1]])} |"
+        elif exercise := re.fullmatch(r"(\| \d\d \| \[.+\]\((.+)\) \|) \d+ (\| .+)", line):
+            line = f"{exercise[1]} {points[exercise[2]]} {exercise[3]}"
+        elif line.startswith("Together: "):
+            line = f"{together()}{line.partition(' points.')[2]}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def test_stale_numbers_are_refreshed():
+    assert refreshed(GUIDE) == GUIDE, "run: python tests/test_teaching.py"
+    stale = re.sub(r"\d+¼ h", "99 h", GUIDE.replace("109 points", "1 points"))
+    assert stale != GUIDE and refreshed(stale) == GUIDE
+
+
+if __name__ == "__main__":
+    (CHAPTERS / "teaching.md").write_text(refreshed(GUIDE), "utf8")
