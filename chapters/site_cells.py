@@ -5,6 +5,7 @@ exercise markers) is taken out of the shown code and said in words instead; setu
 page offers for download is the file as it is.
 """
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def read(text: str) -> nbformat.NotebookNode:
         cell.metadata["site"] = {
             "id": cell.get("id", ""),
             "module": module,
-            "private": any(word == "exporti" for word, _ in words),
+            "directive": next((f"#| {word}" for word, _ in words if word.startswith("export")), ""),
             "marked": marked,
         }
         if not cell.source.strip():
@@ -116,24 +117,27 @@ class Cells(SphinxTransform):
         slugs[name] = (cell.line or 0, name, name)  # so that links from other pages are checked
 
     def caption(self, site: dict) -> Iterator[nodes.Node]:
-        """`llm_engine.attention`, linked to its reference, and what the marked lines are."""
+        """What the marked lines are; `#| export llm_engine.attention`, linked to its reference."""
         if site["marked"]:
             yield nodes.inline(
                 "", "exercise: the marked lines are yours to write", classes=["exercise"]
             )
-        if site["module"] and site["module"] != "__main__":
+        if site["module"]:
+            yield nodes.inline("", site["directive"], classes=["directive"])
             name = PACKAGE if site["module"] == "__init__" else f"{PACKAGE}.{site['module']}"
-            page = f"/reference/{PACKAGE if site['module'] == '__init__' else site['module']}"
-            yield addnodes.pending_xref(
+            literal = nodes.literal(name, name)
+            page = PACKAGE if site["module"] == "__init__" else site["module"]
+            reference = addnodes.pending_xref(
                 "",
-                nodes.literal(name, name),
+                literal,
                 refdomain="std",
                 reftype="doc",
-                reftarget=page,
+                reftarget=f"/reference/{page}",
                 refexplicit=True,
                 refwarn=True,
                 refdoc=self.env.docname,
             )
+            yield literal if site["module"] == "__main__" else reference
 
     def describe(self, bundle: nodes.Element) -> None:
         """A figure's text for those who can't see it: the digest that is published beside it."""
@@ -152,4 +156,5 @@ def keep_beside(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict:
     app.add_transform(Cells)
     app.connect("builder-inited", keep_beside, priority=900)  # after myst-nb has read its settings
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+    version = zlib.crc32(Path(__file__).read_bytes())  # another one: every page is read anew
+    return {"env_version": version, "parallel_read_safe": True, "parallel_write_safe": True}
