@@ -6,6 +6,7 @@ student sees, and all of them. The solution comes last, so that a failure before
 All of it happens in one process of its own, started by the fixture `outcomes`.
 """
 
+import ast
 import contextlib
 import io
 import json
@@ -91,6 +92,15 @@ def test_each_chapter_has_exercises_with_seen_and_hidden_tests(chapter):
         assert hidden.count("assert") > seen.count("assert"), f"{exercise.key} hides no test"
         assert "raise NotImplementedError(" in exercise.stub
         assert "#| export" in exercise.stub
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_each_assertion_says_what_is_expected(exercise):
+    """A failing hidden test shows nothing but its message."""
+    chapter, _, name = exercise.partition(":")
+    tests = ast.parse(BOOK[chapter].exercises[name].tests)
+    silent = [n for n in ast.walk(tests) if isinstance(n, ast.Assert) and n.msg is None]
+    assert not silent, [ast.unparse(node) for node in silent]
 
 
 def test_each_exercise_has_wrong_solutions():
