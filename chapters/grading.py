@@ -71,7 +71,7 @@ def collect(folder: Path, book: dict[str, Chapter]) -> tuple[list[Handed], list[
         elif entry.suffix == ".ipynb":
             chapter = chapter_of(entry, book)
             name = re.sub(rf"[_\- ]*{chapter}[_\- ]*", "", entry.stem) if chapter else entry.stem
-            name = re.sub(r"(\s*\(\d+\)|-Copy\d*)$", "", name) or entry.stem
+            name = re.sub(r"(\s*\(\d+\)|-?Copy\d*)$", "", name) or entry.stem
             take(found.setdefault(name, Handed(name)), [entry], book)
         elif entry.suffix in (".zip", ".tar", ".gz", ".7z", ".rar"):
             strays.append(f"{entry.name}: unpack it first, into a folder named after the student")
@@ -120,7 +120,7 @@ def chapter_of(path: Path, book: dict[str, Chapter]) -> str | None:
         name: sum(
             (cell.id in chapter.exercises) + (cell.grade_id in chapter.exercises) for cell in cells
         )
-        + sum(any(set(e.names) & c.sets for c in cells) for e in chapter.exercises.values())
+        + sum(any(set(e.names) & c.defines for c in cells) for e in chapter.exercises.values())
         for name, chapter in book.items()
     }
     best = max(likeness, key=likeness.get, default=None)
@@ -418,7 +418,7 @@ def grade(
         pages = course.folder / "feedback" / folder / ASSIGNMENT
         for file in sorted(pages.glob("*.html")):
             (to / "feedback" / folder).mkdir(parents=True, exist_ok=True)
-            text = re.sub(r'<script src="https?://[^>]*></script>', "", file.read_text("utf8"))
+            text = re.sub(r'<script src="https?://[^>]*>\s*</script>', "", file.read_text("utf8"))
             (to / "feedback" / folder / file.name).write_text(text, "utf8")
         graded.append(result)
     write_tables(graded, chapters, to)

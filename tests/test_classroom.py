@@ -4,6 +4,7 @@ Most of it happens on a small book made here; a student's way from a release of 
 packages, on the real one.
 """
 
+import csv
 import json
 import os
 import random
@@ -650,7 +651,7 @@ def test_prints_of_megabytes_are_cut_and_leave_nothing_behind(trials):
 
 def test_a_loop_that_catches_everything_and_a_killed_server_cost_one_trial(trials):
     stubborn = "while True:\n  try:\n    while True: pass\n  except BaseException: pass"
-    before, bad, after = tried(trials, "x = 1", stubborn, "x")
+    before, bad, _ = tried(trials, "x = 1", stubborn, "x")
     assert before.failure is None and bad.failure is not None
     tried(trials, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
     assert tried(trials, "math.pi")[0].failure is None
@@ -666,3 +667,229 @@ def test_one_trial_does_not_change_the_next(trials):
         "import os\nassert math.pi > 3.1\nassert 'LEFT' not in os.environ and not os.listdir()",
     )
     assert done.failure is None, done.failure
+
+
+# ---- grading
+
+
+def graded_rows(folder: Path) -> dict[str, dict[str, str]]:
+    with (folder / "scores.csv").open(encoding="utf-8-sig") as file:
+        return {row["student"]: row for row in csv.DictReader(file)}
+
+
+def details(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
+    with (folder / "details.csv").open(encoding="utf-8-sig") as file:
+        return {(row["student"], row["exercise"]): row for row in csv.DictReader(file)}
+
+
+@pytest.fixture(scope="module")
+def course(small, shapes, tmp_path_factory) -> Path:
+    """What a whole course handed in for 11_shapes, graded."""
+    place = tmp_path_factory.mktemp("grading")
+    folder = place / "submitted"
+    stubs = classroom.student_version(shapes, set())["cells"]
+    handed_in(folder, "solved", solved(shapes))
+    handed_in(folder, "stubs", stubs)
+    handed_in(
+        folder, "wrong", solved(shapes, double="#| export\ndef double(x):\n    return 2 * x + 0.5")
+    )
+    handed_in(
+        folder, "hidden", solved(shapes, double="#| export\ndef double(x):\n    return int(x) * 2")
+    )
+    handed_in(
+        folder,
+        "tampered",
+        [
+            cell if cell["id"] != "test-area" else code("test-area", "pass", grade=True, points=99)
+            for cell in solved(
+                shapes, test_double="pass", area="#| export\ndef area(r):\n    return 0"
+            )
+        ],
+    )
+    handed_in(
+        folder, "loops", solved(shapes, double="#| export\ndef double(x):\n    while True: pass")
+    )
+    handed_in(
+        folder, "exits", solved(shapes, double="import os\nos._exit(0)", demo="while True: pass")
+    )
+    loud = "#| export\ndef double(x):\n    print('<script>x</script>' * 100_000)\n    return x + x"
+    handed_in(folder, "loud", solved(shapes, double=loud, imports="import nothing_of_this_name"))
+    missing = "#| export\nimport nothing_of_this_name\n\n\ndef area(r):\n    return 3.14159 * r**2"
+    handed_in(folder, "imports", solved(shapes, area=missing))
+    broken = solved(shapes)
+    broken.remove(cell_of(broken, "test-double"))
+    broken.remove(cell_of(broken, "area"))
+    handed_in(folder, "deleted", broken)
+    handed_in(folder, "broken", '{"cells": [')
+    handed_in(
+        folder, "cheats", solved(shapes, double="#| export\nfrom llm_engine.shapes import double")
+    )
+    handed_in(
+        folder,
+        "patches",
+        solved(shapes, imports="import math\nmath.pi = 3", double=shapes.exercises["double"].stub),
+    )
+    handed_in(folder, "=cmd()", solved(shapes), name="homework (1)")
+    (folder / "nobody").mkdir()
+    shutil.make_archive(str(folder / "zipped"), "zip", folder / "solved")
+    book = read_chapters(small)
+    handed, strays = grading.collect(place, book)
+    assert strays == ["zipped.zip: unpack it first, into a folder named after the student"]
+    grading.grade(handed, [shapes], book, place / "graded", limits=QUICK)
+    return place / "graded"
+
+
+POINTS = {  # double 2, area 3, quadruple 1
+    "solved": "2 3 1",
+    "stubs": "0 0 0",
+    "wrong": "0 3 1",  # quadruple uses double, and is not to blame
+    "hidden": "0 3 1",
+    "tampered": "2 0 1",
+    "loops": "0 3 1",
+    "exits": "0 3 1",
+    "loud": "2 3 1",
+    "imports": "2 0 1",
+    "deleted": "2 0 1",
+    "broken": "0 0 0",
+    "cheats": "0 3 1",
+    "patches": "0 3 1",
+    "'=cmd()": "2 3 1",
+    "nobody": "0 0 0",
+}
+
+
+def test_each_mistake_costs_its_own_points_and_no_others(course):
+    rows = graded_rows(course)
+    exercise_columns = ("11_shapes:double", "11_shapes:area", "11_shapes:quadruple")
+    found = {who: " ".join(row[e] for e in exercise_columns) for who, row in rows.items()}
+    assert found == POINTS
+    for who, row in rows.items():
+        assert float(row["points"]) == sum(map(int, POINTS[who].split())) and row["of"] == "6"
+
+
+def test_the_gradebook_is_nbgraders_and_says_the_same(course):
+    from nbgrader.api import Gradebook
+
+    with Gradebook(f"sqlite:///{course}/nbgrader/gradebook.db") as book:
+        found = {
+            s.student.id: s.score for s in book.find_assignment(grading.ASSIGNMENT).submissions
+        }
+        cell = book.find_grade_cell("test-double", "11_shapes", grading.ASSIGNMENT)
+        assert cell.max_score == 2
+    want = {w.replace("'=cmd()", "_cmd__"): sum(map(int, p.split())) for w, p in POINTS.items()}
+    assert found == want
+
+
+def test_the_details_say_why(course):
+    found = details(course)
+    said = {key: row["message"] for key, row in found.items()}
+    assert said["wrong", "double"] == "twice two is four. Here `double(2)` is 4.5"
+    assert (
+        "longer than 2 s" in said["loops", "double"] and "endless loop" in said["loops", "double"]
+    )
+    assert "exit code 0" in said["exits", "double"]
+    assert "nothing_of_this_name" in said["imports", "area"]
+    assert said["deleted", "area"] == "not found in the notebook"
+    assert "not JSON" in said["broken", "double"]
+    assert said["nobody", "double"] == "not handed in"
+    assert found["cheats", "double"]["state"] == "missing"
+    assert all(row["state"] == "stub" for (who, _), row in found.items() if who == "stubs")
+
+
+def test_pages_of_feedback_teach_and_hide_the_hidden_tests(course):
+    pages = {p.parent.name: p.read_text("utf8") for p in (course / "feedback").rglob("*.html")}
+    assert pages.keys() == {w.replace("'=cmd()", "_cmd__") for w in POINTS}
+    assert "Score: 4.0 / 6.0" in pages["wrong"] and "twice two is four" in pages["wrong"]
+    assert "kept for grading: also words" not in pages["wrong"]
+    assert "One of the tests that are kept for grading" not in pages["wrong"]
+    assert "In one of the tests that are kept for grading: ValueError" in pages["hidden"]
+    for who, page in pages.items():
+        assert "abab" not in page, "a hidden test"
+        assert "cdnjs" not in page and "<script>x" not in page
+        assert len(page) < 1_000_000, who
+    assert "more characters, not kept" in pages["loud"]
+    tampered = pages["tampered"]
+    assert "twice two is four" in tampered and "Score: 3.0 / 6.0" in tampered, "tests are restored"
+
+
+def test_submissions_are_found_in_every_layout(small, shapes, tmp_path):
+    book = read_chapters(small)
+    cells = solved(shapes)
+    place = tmp_path / "in"
+    handed_in(place / "submitted", "nbgrader/week1", cells)
+    assert grading.collect(place, book)[0][0].files.keys() == {"11_shapes"}
+    flat = tmp_path / "flat"
+    for name in ("li_11_shapes", "11_shapes_wu", "kim 11_shapes (1)", "11_shapes-Copy1"):
+        handed_in(flat, ".", cells, name=name)
+    found = {h.student: list(h.files) for h in grading.collect(flat, book)[0]}
+    assert found.keys() == {"li", "wu", "kim", "11_shapes-Copy1"}
+    assert set(map(tuple, found.values())) == {("11_shapes",)}
+    mixed = tmp_path / "mixed"
+    handed_in(mixed, "ann", cells, name="my homework")  # known by its cells
+    handed_in(mixed, "ann", [code("a", "x = 1")], name="scratch")
+    handed_in(mixed, "bob", "no notebook", name="12-bob")  # known by its number
+    handed_in(mixed, "eve", cells)
+    handed_in(mixed, "eve", cells, name="11_shapes_old")
+    classroom.release(
+        ["12"], mixed / "zoe", folder=small
+    )  # a whole folder, with chapter 11 complete
+    ann, bob, eve, zoe = grading.collect(mixed, book)[0]
+    assert ann.files["11_shapes"].stem == "my homework"
+    assert ann.notes == ["scratch.ipynb: no chapter of the book could be recognized in it"]
+    assert list(bob.files) == ["12_later"]
+    assert eve.files["11_shapes"].stem == "11_shapes"
+    assert eve.notes == ["11_shapes: 11_shapes.ipynb counts, 11_shapes_old.ipynb does not"]
+    assert list(zoe.files) == ["12_later"], "nobody is graded for the reference they were given"
+
+
+def test_a_submission_has_its_time(small, shapes, tmp_path):
+    loop = "#| export\ndef {}(x):\n    while True: pass"
+    cells = solved(shapes, double=loop.format("double"), area=loop.format("area"))
+    handed_in(tmp_path, "slow", cells)
+    root = grading.stubbed_package(shapes, read_chapters(small), tmp_path / "root")
+    limits = Limits(cell_seconds=0.5)
+    with Trials(root, "import llm_engine", limits) as trials:
+        verdicts = grading.grade_notebook(
+            tmp_path / "slow" / "11_shapes.ipynb", shapes, trials, 0.2
+        )
+    assert "longer than 0.5 s" in verdicts[0].message
+    assert all("used up before" in v.message for v in verdicts[1:])
+
+
+# ---- grading the real chapters
+
+
+def test_what_the_tests_of_a_chapter_need_is_there_when_it_is_graded():
+    """Nothing of later chapters; a student who begins the chapter has no more."""
+    first: dict[str, int] = {}
+    for cell in sync.exported_cells(sync.read_notebooks()):
+        first.setdefault(cell.module, cell.chapter)
+    for chapter in BOOK.values():
+        cells = {i: source(c) for i, c in chapter.code.items() if i != "setup"}
+        for one in chapter.exercises.values():
+            for cell_id in [*exercises.needed(cells, one.test_id), one.test_id]:
+                for module in exercises.imported_modules(cells[cell_id]):
+                    used = first.get(module, 0)
+                    assert used <= chapter.number, f"{one.key}: cell {cell_id} uses {module}"
+
+
+def test_planted_wrong_solutions_lose_exactly_their_points(tmp_path):
+    """Chapter 16, whose exercises use each other, and whose second module imports the first."""
+    chapter = BOOK["16_ffn_and_transformer"]
+    root = grading.stubbed_package(chapter, BOOK, tmp_path / "root")
+    assert "not written yet" in (root / "llm_engine" / "ffn.py").read_text("utf8")
+    assert not (root / "llm_engine" / "sampler.py").exists()
+    with Trials(root, exercises.setup_of(chapter)) as trials:
+
+        def states(**changes: str) -> dict[str, str]:
+            handed_in(tmp_path, "one", solved(chapter, **changes), name=chapter.name)
+            path = tmp_path / "one" / f"{chapter.name}.ipynb"
+            verdicts = grading.grade_notebook(path, chapter, trials, 600)
+            return {v.exercise.id: v.state for v in verdicts}
+
+        assert set(states().values()) == {"right"}
+        for one in chapter.exercises.values():
+            wrong = WRONG[one.key][0].apply(one.solution)
+            assert states(**{one.id.replace("-", "_"): wrong}) == {
+                other: "wrong" if other == one.id else "right" for other in chapter.exercises
+            }
