@@ -599,7 +599,7 @@ def grade_command(
     due = [chapter for chapter in due if chapter.exercises]
     if not due:
         raise ClassroomError("none of these notebooks is a chapter with exercises")
-    with progress_bar("grading", total=len(handed) * (len(due) + 1), unit="notebooks") as bar:
+    with progress_bar("grading", total=len(handed) * (len(due) + 1) + 1, unit="notebooks") as bar:
         begun = False
 
         def step(text: str) -> None:

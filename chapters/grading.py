@@ -300,12 +300,11 @@ class Course:
         with quiet():
             GenerateAssignment(coursedir=self.directory, log=self.log).start()
 
-    def grade(self, student: str, verdicts: dict[str, list[Verdict]], show_hidden: bool) -> None:
-        """Hand one student's results to nbgrader: its points, its feedback pages."""
-        from nbgrader.converters import Autograde, GenerateFeedback
+    def grade(self, student: str, verdicts: dict[str, list[Verdict]]) -> None:
+        """Hand one student's results to nbgrader, which counts the points."""
+        from nbgrader.converters import Autograde
         from nbgrader.preprocessors import (
             CheckCellMetadata,
-            ClearHiddenTests,
             LimitOutput,
             NbGraderPreprocessor,
             SaveAutoGrades,
@@ -323,9 +322,6 @@ class Course:
                         cell.outputs = outputs.get(grader(cell).get("grade_id", cell.id), [])
                 return notebook, resources
 
-        class Hide(ClearHiddenTests):
-            """For the page only: the gradebook keeps the hidden tests."""
-
         for chapter in self.chapters:
             if chapter.name in verdicts:
                 notebook = page(chapter, verdicts[chapter.name])
@@ -337,11 +333,21 @@ class Course:
         ]  # fmt: skip
         with quiet():
             autograde.start()
+
+    def feedback(self, show_hidden: bool) -> None:
+        """A page for each notebook that was graded."""
+        from nbgrader.converters import GenerateFeedback
+        from nbgrader.preprocessors import ClearHiddenTests
+
+        self.directory.student_id = "*"
         feedback = GenerateFeedback(coursedir=self.directory, log=self.log)
-        if not show_hidden:
-            feedback.preprocessors = [Hide, *feedback.preprocessors]
+        if not show_hidden:  # on the page only: the gradebook keeps them
+            feedback.preprocessors = [ClearHiddenTests, *feedback.preprocessors]
         with quiet():
             feedback.start()
+
+    def page_of(self, student: str) -> list[Path]:
+        return sorted((self.folder / "feedback" / student / ASSIGNMENT).glob("*.html"))
 
     def points(self, student: str) -> dict[tuple[str, str], float]:
         """(chapter, exercise) -> points, as nbgrader's gradebook has them."""
@@ -403,24 +409,30 @@ def grade(
     course, graded = Course(to / "nbgrader", chapters), []
     names = folder_names([h.student for h in handed])
     for student in handed:
-        step(f"{student.student}, feedback")
+        step(f"{student.student}, gradebook")
         result = Graded(student.student, verdicts[student.student], {}, list(student.notes))
-        folder = names[student.student]
         try:
-            course.grade(folder, result.verdicts, show_hidden)
-            result.points = course.points(folder)
-        except Exception as error:  # then our own count, and the page is missing
+            course.grade(names[student.student], result.verdicts)
+            result.points = course.points(names[student.student])
+        except Exception as error:  # then our own count, and no page
             course.log.exception("grading %s", student.student)
             result.notes.append(f"nbgrader stopped ({error!r}); these points are our own count")
             result.points = {
                 (name, v.exercise.id): v.points for name, vs in result.verdicts.items() for v in vs
             }
-        pages = course.folder / "feedback" / folder / ASSIGNMENT
-        for file in sorted(pages.glob("*.html")):
-            (to / "feedback" / folder).mkdir(parents=True, exist_ok=True)
-            text = re.sub(r'<script src="https?://[^>]*>\s*</script>', "", file.read_text("utf8"))
-            (to / "feedback" / folder / file.name).write_text(text, "utf8")
         graded.append(result)
+    step("pages of feedback")
+    try:
+        course.feedback(show_hidden)
+    except Exception:  # it has gone on with the others; see the log
+        course.log.exception("feedback")
+    for student in handed:
+        for file in course.page_of(names[student.student]):
+            folder = to / "feedback" / names[student.student]
+            folder.mkdir(parents=True, exist_ok=True)
+            # without the network: there are no formulas in it
+            text = re.sub(r'<script src="https?://[^>]*>\s*</script>', "", file.read_text("utf8"))
+            (folder / file.name).write_text(text, "utf8")
     write_tables(graded, chapters, to)
     return graded
 
