@@ -9,7 +9,7 @@ typed. All blocks of a page share one process and one empty folder. Two comments
 
     <!-- numbers vary -->      before a `text` block: words are compared, numbers are not
 
-A `bash` block holds calls of `llm-engine`, run in this process; `< FILE` gives them an input.
+A `bash` block holds calls of `llm-engine`, run in this process; `< FILE` gives them an input. It may call `python` too.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -112,8 +113,14 @@ class PageRunner:
 
         line, _, file = line.partition(" < ")
         program, *arguments = shlex.split(line)
+        if program == "python":
+            done = subprocess.run(
+                [sys.executable, *arguments], text=True, encoding="utf8",
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            return done.stdout
         if program != "llm-engine":
-            raise ValueError(f"only llm-engine is run here, not {program}")
+            raise ValueError(f"only llm-engine and python are run here, not {program}")
         entered = Path(file.strip()).read_text("utf8") if file else None
         return CliRunner().invoke(app, arguments, input=entered).output
 
