@@ -5,6 +5,7 @@ import builtins
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import page_blocks
@@ -30,6 +31,7 @@ def text_of(path: Path) -> str:
     return path.read_text("utf8")
 
 
+@cache
 def notebook(name: str) -> dict:
     return json.loads((CHAPTERS / name).read_text("utf8"))
 
@@ -200,13 +202,18 @@ def test_words_are_in_order_and_explained_once():
     assert len({term.casefold() for term in terms}) == len(terms)
 
 
+@cache
+def words_of(name: str) -> str:
+    return "\n".join("".join(cell["source"]) for cell in notebook(name)["cells"]).casefold()
+
+
 @pytest.mark.parametrize("term, meaning", glossary_entries(), ids=lambda x: x.split("\n")[0][:20])
 def test_a_word_leads_to_a_chapter_that_has_it(term, meaning):
     links = re.findall(r"→\s\[chapter\s(\d\d)\]\((\S+)\)$", meaning)
     assert len(links) == 1, "one arrow, at the end"
     number, name = links[0]
     assert name.startswith(number)
-    text = "\n".join("".join(cell["source"]) for cell in notebook(name)["cells"]).casefold()
+    text = words_of(name)
     for word in re.findall(r"[^\W_]{2,}|�", term):
         stem = word.casefold()[: max(3, len(word) - 2)]  # scaled, scales, scaling
         assert stem in text, f"chapter {number} has no {word!r}"
