@@ -22,7 +22,7 @@ extensions = [
     "site_pages",
     "site_reference",
 ]
-exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_templates", "jupyter_execute", "**.ipynb_checkpoints"]
 
 # ---- chapters
 nb_execution_mode = "off"
@@ -50,12 +50,12 @@ toc_object_entries_show_parents = "hide"
 html_theme = "sphinx_book_theme"
 html_theme_options = {
     "navbar_persistent": [],  # otherwise a second, empty bar with a second search field
-    "max_navbar_depth": 2,  # parts and chapters; the sections of a chapter stand at its right
     "use_fullscreen_button": False,
     "home_page_in_toc": False,
 }
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system says
 html_favicon = "_static/favicon.svg"
+templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["book.css"]
 html_copy_source = True

@@ -15,6 +15,7 @@ import sync
 from docutils import nodes
 from docutils.parsers.rst import directives
 from site_reference import write_pages
+from sphinx import addnodes
 from sphinx.util.docutils import SphinxDirective
 
 PAGES = sync.CHAPTERS / "repository"
@@ -73,6 +74,36 @@ def tidy(app, error) -> None:
     """Templates that the theme leaves among the files of the site."""
     for leftover in (Path(app.outdir) / "_static").glob("*webpack-macros.html"):
         leftover.unlink()
+
+
+def navigation(app, pagename, templatename, context, doctree) -> None:
+    """For the list at the left: [(caption, [(page, title, [(page below it, title), …]), …]), …], from the toctrees."""
+    if not hasattr(app, "parts_of_the_book"):
+        app.parts_of_the_book = [
+            (
+                tree["caption"] or "",
+                [(*entry, entries(app.env, entry[0])) for entry in titled(app.env, tree)],
+            )
+            for tree in toctrees(app.env, app.config.root_doc)
+        ]
+    context["parts_of_the_book"] = app.parts_of_the_book
+
+
+def toctrees(env, page: str) -> list[nodes.Node]:
+    return list(env.get_doctree(page).findall(addnodes.toctree))
+
+
+def titled(env, tree: nodes.Node) -> list[tuple[str, str]]:
+    """The pages of a toctree with their titles; those that do not exist have been warned of."""
+    return [
+        (page, title or env.titles[page].astext())
+        for title, page in tree["entries"]
+        if page in env.titles
+    ]
+
+
+def entries(env, page: str) -> list[tuple[str, str]]:
+    return [entry for tree in toctrees(env, page) for entry in titled(env, tree)]
 
 
 # ---- the recurring figure
@@ -138,6 +169,7 @@ def setup(app) -> dict:
     app.connect("config-inited", write)
     app.connect("source-read", lead_to_pages)
     app.connect("build-finished", tidy)
+    app.connect("html-page-context", navigation)
     app.add_directive("pipeline", Pipeline)
     version = zlib.crc32(Path(__file__).read_bytes())  # another one: every page is read anew
     return {"env_version": version, "parallel_read_safe": True, "parallel_write_safe": True}
