@@ -7,6 +7,7 @@ Reading: 200 words of prose and 20 lines of code a minute. Doing the exercises: 
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 CHAPTERS = Path(__file__).resolve().parent.parent / "chapters"
@@ -59,6 +60,7 @@ def measure(notebook: Path) -> Times:
     return Times(words, lines, points)
 
 
+@cache
 def chapters() -> dict[str, Times]:
     """Every chapter by its file name without the ending, in order."""
     return {path.stem: measure(path) for path in sorted(CHAPTERS.glob("[0-9][0-9]_*.ipynb"))}
