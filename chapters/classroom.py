@@ -93,8 +93,17 @@ def chosen(words: list[str], book: dict[str, Chapter]) -> list[Chapter]:
 # ---- release
 
 
-def release(words: list[str], to: Path, outputs: bool = True, folder: Path = CHAPTERS) -> list[str]:
-    """Write a student's folder: the chosen chapters to be filled in, those before them complete. Returns the chosen names."""
+def release(
+    words: list[str],
+    to: Path,
+    outputs: bool = True,
+    folder: Path = CHAPTERS,
+    model: Path | None = None,
+) -> list[str]:
+    """Write a student's folder: the chosen chapters to be filled in, those before them complete. Returns the chosen names.
+
+    `model` is the folder of the converted default model, to be given along.
+    """
     book = read_chapters(folder)
     chapters = chosen(words, book)
     if to.exists() and any(to.iterdir()):
@@ -120,7 +129,10 @@ def release(words: list[str], to: Path, outputs: bool = True, folder: Path = CHA
     (to / "pyproject.toml").write_text(student_pyproject(folder.parent), "utf8")
     if (folder.parent / "constraints.txt").exists():
         shutil.copyfile(folder.parent / "constraints.txt", to / "constraints.txt")
-    (to / "README.md").write_text(student_readme(chapters, due, absent), "utf8")
+    if model is not None:
+        shutil.copytree(model, to / "models" / model.name)
+    readme = student_readme(chapters, due, absent, model is not None)
+    (to / "README.md").write_text(readme, "utf8")
     return sorted(released)
 
 
@@ -235,7 +247,18 @@ packages = ["llm_engine"]
 """
 
 
-def student_readme(chapters: list[Chapter], due: dict[str, Chapter], absent: set[str]) -> str:
+MODEL_HERE = """The chapters work on a model of 135 million parameters. It lies in `models/`; say so to the programs in each new terminal:
+`export LLM_ENGINE_CACHE=$PWD/models` (PowerShell: `$env:LLM_ENGINE_CACHE = "$PWD\\models"`).
+"""
+MODEL_ELSEWHERE = """The chapters work on a model of 135 million parameters, which chapter 12 fetches and converts. Until you have written that,
+use the converted folder `smollm2-135m` that your teacher gives you: put it into `~/.cache/llm-engine`, or where the environment variable
+`LLM_ENGINE_CACHE` says.
+"""
+
+
+def student_readme(
+    chapters: list[Chapter], due: dict[str, Chapter], absent: set[str], model: bool
+) -> str:
     rows = [
         f"| [{chapter.name}](chapters/{chapter.name}.ipynb) | `{exercise.id}` | {exercise.points:g} |"
         for chapter in chapters
@@ -262,9 +285,7 @@ python3 -m venv .venv
 Windows the programs lie in `.venv\\Scripts`.) The third command writes `llm_engine/` from your notebooks. What is not written yet says so
 when it is called: `NotImplementedError: chapter 11, exercise head-size: not written yet`.
 
-The chapters work on a model of 135 million parameters, which [chapter 12](chapters/) fetches and converts. Until you have written that, ask your
-teacher for the converted folder and put it into `~/.cache/llm-engine`, or wherever the environment variable `LLM_ENGINE_CACHE` says.
-
+{MODEL_HERE if model else MODEL_ELSEWHERE}
 ## Each time
 
 1. Read: `.venv/bin/jupyter lab chapters`. Write the body of an exercise, and run the test cell after it.
@@ -514,9 +535,15 @@ def release_command(
     chapters: Chapters,
     to: Annotated[Path, typer.Option(help="A new folder.")],
     outputs: Annotated[bool, typer.Option(help="Keep what demonstrations show.")] = True,
+    model: Annotated[bool, typer.Option(help="Give the converted model along (540 MB).")] = False,
 ) -> None:
     """Write a folder for students: these chapters without solutions, the ones before complete."""
-    names = release(chapters, to, outputs)
+    place = None
+    if model:
+        from llm_engine.hub import DEFAULT_MODEL, resolve
+
+        place = resolve(DEFAULT_MODEL)
+    names = release(chapters, to, outputs, model=place)
     book = read_chapters()
     exercises = [e for n in names for e in book[n].exercises.values()]
     points = sum(e.points for e in exercises)

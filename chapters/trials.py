@@ -8,8 +8,10 @@ the user who started it may do. The instructor's guide says how to put a contain
 import ast
 import contextlib
 import json
+import math
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+SECRET = re.compile(
+    "TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.I
+)  # variables that a trial does not see
 LINE = 1_000_000  # bytes of one message; a longer one is not ours
 
 
@@ -85,12 +90,13 @@ class Trials:
             self.server = None
 
     def start(self) -> None:
-        env = os.environ | {
+        env = {k: v for k, v in os.environ.items() if not SECRET.search(k)} | {
             "PYTHONPATH": os.pathsep.join([str(self.root), os.environ.get("PYTHONPATH", "")]),
             "MPLBACKEND": "agg",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "LLM_ENGINE_PROGRESS": "off",
+            "HF_HUB_OFFLINE": "1",
         }
         self.server = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve())],
@@ -430,8 +436,24 @@ def text_of(node: ast.expr) -> str:
 
 
 def short(value: Any) -> str:
+    """A value in a line; of a large tensor or array its shape and what is in it."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and math.prod(value.shape) > 12:
+        return summary(value)
     text = " ".join(repr(value).split())
     return text if len(text) <= 200 else text[:200] + " …"
+
+
+def summary(tensor: Any) -> str:
+    text = f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+    numbers = [float(x) for x in tensor.reshape(-1)[:100_000].tolist()]
+    finite = [x for x in numbers if math.isfinite(x)]
+    if strange := len(numbers) - len(finite):
+        text += f", {strange if finite else 'all'} of them NaN or infinite"
+    if finite and min(finite) == max(finite):
+        text += f", {'the others' if strange else 'all'} {finite[0]:.6g}"
+    elif finite:
+        text += f", from {min(finite):.6g} to {max(finite):.6g}"
+    return text
 
 
 if __name__ == "__main__":
