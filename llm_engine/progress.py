@@ -181,9 +181,7 @@ class _TerminalBar(Bar):
             self._over, shared = True, _TerminalBar._picture
             if self._task is None:
                 return
-            if (
-                len(shared.tasks) == 1
-            ):  # the last one: stop while it is there, so that its line is cleared
+            if len(shared.tasks) == 1:  # stop while its line is there, so that it is cleared
                 _TerminalBar._picture = None
                 shared.stop()
             else:
