@@ -58,6 +58,7 @@ html_favicon = "_static/favicon.svg"
 templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["book.css"]
+html_js_files = ["book.js"]
 html_copy_source = True
 html_show_copyright = html_show_sphinx = False
 mathjax_path = "mathjax/tex-chtml.js"

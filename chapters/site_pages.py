@@ -61,6 +61,8 @@ def relinked(text: str, source: str) -> str:
             return f"../{path.name}"
         return f"../../{path.relative_to(sync.ROOT).as_posix()}"
 
+    if source == "README.md":  # its title is that of the front page
+        text = re.sub(r"\A# .*", "# README", text)
     return LINK.sub(target, text)
 
 

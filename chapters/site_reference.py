@@ -293,20 +293,24 @@ def pages() -> dict[str, str]:
         part = "The package" if module == "__init__" else part_names()[own[0].chapter // 10]
         parts.setdefault(part, []).append(page)
     parts = {"The package": parts.pop("The package", []), **parts}
-    texts["contents.txt"] = "\n\n".join(
-        "\n".join(
-            [
-                f"## {part}",
-                "```{toctree}",
-                ":maxdepth: 1",
-                "",
-                *(f"{p} <reference/{p}>" for p in ps),
-                "```",
-            ]
-        )
-        for part, ps in parts.items()
-    )
+    texts["contents.txt"] = "\n\n".join(contents(part, ps, entries) for part, ps in parts.items())
     return texts
+
+
+def contents(part: str, modules: list[str], entries: list[Entry]) -> str:
+    """For reference.md: the modules of a part, each with its names."""
+    toctree = ["```{toctree}", ":hidden:", "", *(f"{m} <reference/{m}>" for m in modules), "```"]
+    table = ["| module | names |", "| --- | --- |"]
+    for module in modules:
+        names = [
+            e for e in entries if e.cell.module == module and not isinstance(e.node, ast.Assign)
+        ]
+        names = names or [e for e in entries if e.cell.module == module]
+        links = ", ".join(f"{{py:obj}}`{e.name} <{e.full_name}>`" for e in names)
+        table.append(
+            f"| [{module}](reference/{module}.md) | {links or 'what `from llm_engine import …` offers'} |"
+        )
+    return "\n".join([f"## {part}", "", *toctree, "", *table])
 
 
 def part_names() -> dict[int, str]:

@@ -486,10 +486,17 @@ def test_search_finds_and_a_hit_leads_there(visit):
     page.wait_for_selector("#search-results li a")
     hits = page.locator("#search-results li a").all_text_contents()
     assert any("15" in hit for hit in hits), hits
+    summary = (
+        page.locator("#search-results li", has_text="15 · Attention").locator("p.context").first
+    )
+    assert "repeat_kv" in summary.inner_text()
     page.locator("#search-results li a", has_text="15 · Attention").first.click()
     page.wait_for_selector("article h1")
     assert page.url.startswith(f"{visit.address}/15_attention.html")
     assert page.locator("article").inner_text().count("repeat_kv") > 1
+    visit.open("search.html?q=rotary")  # whose stem, rotari, stands in no text
+    page.wait_for_selector("#search-results p.context")
+    assert "rotary" in page.locator("#search-results p.context").first.inner_text().lower()
     visit.open("search.html?q=qqqqq")
     page.wait_for_function("/not match any|did not match/.test(document.body.innerText)")
     assert not page.locator("#search-results li a").count()
