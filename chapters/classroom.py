@@ -131,6 +131,9 @@ def release(
         shutil.copyfile(folder.parent / "constraints.txt", to / "constraints.txt")
     if model is not None:
         shutil.copytree(model, to / "models" / model.name)
+        as_fetched = model.with_suffix(".gguf")  # chapters 12 and 34 look into it
+        if as_fetched.exists():
+            shutil.copyfile(as_fetched, to / "models" / as_fetched.name)
     readme = student_readme(chapters, due, absent, model is not None)
     (to / "README.md").write_text(readme, "utf8")
     return sorted(released)
@@ -535,7 +538,7 @@ def release_command(
     chapters: Chapters,
     to: Annotated[Path, typer.Option(help="A new folder.")],
     outputs: Annotated[bool, typer.Option(help="Keep what demonstrations show.")] = True,
-    model: Annotated[bool, typer.Option(help="Give the converted model along (540 MB).")] = False,
+    model: Annotated[bool, typer.Option(help="Give the converted model along (640 MB).")] = False,
 ) -> None:
     """Write a folder for students: these chapters without solutions, the ones before complete."""
     place = None

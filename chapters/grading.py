@@ -414,6 +414,8 @@ def grade(
     for student in handed:
         step(f"{student.student}, gradebook")
         result = Graded(student.student, verdicts[student.student], {}, list(student.notes))
+        for own in result.verdicts.values():
+            result.notes += dict.fromkeys(v.message for v in own if v.state == "unreadable")
         try:
             course.grade(names[student.student], result.verdicts)
             result.points = course.points(names[student.student])

@@ -252,10 +252,12 @@ def test_cells_that_need_later_chapters_are_marked_and_do_not_stop_run_all(small
 def test_a_model_can_be_given_along(small, tmp_path):
     (tmp_path / "smollm2-135m").mkdir()
     (tmp_path / "smollm2-135m" / "config.json").write_text("{}")
+    (tmp_path / "smollm2-135m.gguf").write_text("GGUF")
     model = tmp_path / "smollm2-135m"
     classroom.release(["11"], tmp_path / "with", folder=small, model=model)
     classroom.release(["11"], tmp_path / "without", folder=small)
-    assert (tmp_path / "with" / "models" / "smollm2-135m" / "config.json").exists()
+    given = {p.name for p in (tmp_path / "with" / "models").rglob("*") if p.is_file()}
+    assert given == {"config.json", "smollm2-135m.gguf"}
     assert "LLM_ENGINE_CACHE=$PWD/models" in (tmp_path / "with" / "README.md").read_text("utf8")
     assert "$PWD/models" not in (tmp_path / "without" / "README.md").read_text("utf8")
 
@@ -756,9 +758,10 @@ def course(small, shapes, tmp_path_factory) -> Path:
     broken.remove(cell_of(broken, "area"))
     handed_in(folder, "deleted", broken)
     handed_in(folder, "broken", '{"cells": [')
-    handed_in(
-        folder, "cheats", solved(shapes, double="#| export\nfrom llm_engine.shapes import double")
+    answer = (
+        "#| export\ndef double(x):\n    import llm_engine.shapes as s\n\n    return s.double(x)"
     )
+    handed_in(folder, "cheats", solved(shapes, double=answer))
     handed_in(
         folder,
         "patches",
@@ -798,6 +801,7 @@ def test_each_mistake_costs_its_own_points_and_no_others(course):
     exercise_columns = ("11_shapes:double", "11_shapes:area", "11_shapes:quadruple")
     found = {who: " ".join(row[e] for e in exercise_columns) for who, row in rows.items()}
     assert found == POINTS
+    assert "not JSON" in rows["broken"]["notes"] and not rows["solved"]["notes"]
     for who, row in rows.items():
         assert float(row["points"]) == sum(map(int, POINTS[who].split())) and row["of"] == "6"
 
@@ -827,7 +831,7 @@ def test_the_details_say_why(course):
     assert said["deleted", "area"] == "not found in the notebook"
     assert "not JSON" in said["broken", "double"]
     assert said["nobody", "double"] == "not handed in"
-    assert found["cheats", "double"]["state"] == "missing"
+    assert "exercise double: not written yet" in said["cheats", "double"], "no answer to import"
     assert all(row["state"] == "stub" for (who, _), row in found.items() if who == "stubs")
 
 
