@@ -39,6 +39,7 @@ from exercises import (
     OVERLAID,
     TODO,
     Chapter,
+    ClassroomError,
     Exercise,
     Found,
     Submission,
@@ -63,10 +64,6 @@ BEYOND = "# This cell needs a later chapter ({}). Below is what it shows once th
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__.partition("\n")[0])
 out = Console(highlight=False)
-
-
-class ClassroomError(Exception):
-    """Something that cannot be done: what, why, and the way out."""
 
 
 def chosen(words: list[str], book: dict[str, Chapter]) -> list[Chapter]:

@@ -138,6 +138,10 @@ def without_hidden_tests(code: str) -> str:
 # ---- what a student hands in
 
 
+class ClassroomError(Exception):
+    """Something that cannot be done: what, why, and the way out."""
+
+
 class SubmissionError(Exception):
     """A file that is no notebook: why."""
 

@@ -24,7 +24,9 @@ from typing import Any
 import sync
 from exercises import (
     Chapter,
+    ClassroomError,
     Exercise,
+    Found,
     SubmissionError,
     Verdict,
     grader,
@@ -190,6 +192,23 @@ def grade_notebook(
             verdict = Verdict(exercise, "wrong", f"it could not be graded: {error!r}")
         verdicts.append(verdict)
     return verdicts
+
+
+def check_the_reference(chapter: Chapter, trials: Trials) -> None:
+    """Before anybody is graded: the book's own solutions pass here. Raises `ClassroomError` if one does not."""
+    try:
+        trials.start()
+    except RuntimeError as error:
+        raise ClassroomError(f"{chapter.name} cannot be graded here: {error}") from None
+    reference = {i: source(c) for i, c in chapter.code.items() if i != "setup"}
+    for exercise in chapter.exercises.values():
+        found = Found("written", exercise.solution)
+        verdict = judge(exercise, found, trials.run(trial_cells(reference, exercise, found)))
+        if verdict.state != "right":
+            raise ClassroomError(
+                f"{exercise.key} cannot be graded here, because the reference itself fails: {verdict.message}\n"
+                "Is the model there, is --seconds enough, are all packages of the book installed?"
+            )
 
 
 # ---- nbgrader
@@ -403,6 +422,7 @@ def grade(
         for chapter in chapters:
             root = stubbed_package(chapter, book, Path(place) / chapter.name)
             with Trials(root, setup_of(chapter), limits) as trials:
+                check_the_reference(chapter, trials)
                 for student in handed:
                     step(f"{student.student}, {chapter.name}")
                     path = student.files.get(chapter.name)

@@ -881,6 +881,19 @@ def test_submissions_are_found_in_every_layout(small, shapes, tmp_path):
     assert list(zoe.files) == ["12_later"], "nobody is graded for the reference they were given"
 
 
+def test_nobody_is_graded_where_the_reference_itself_fails(small, shapes, tmp_path):
+    broken = json.loads(json.dumps(shapes.notebook))
+    cell_of(broken["cells"], "double")["source"] = source(shapes.code["double"]).replace(
+        "+ x", "+ y"
+    )
+    with pytest.raises(classroom.ClassroomError, match=r"double cannot be graded here.*'y'"):
+        grading.grade([], [Chapter("11_shapes", broken)], read_chapters(small), tmp_path / "to")
+    broken["cells"][0]["source"] = "import no_such_module"
+    with pytest.raises(classroom.ClassroomError, match="no_such_module"):
+        grading.grade([], [Chapter("11_shapes", broken)], read_chapters(small), tmp_path / "to")
+    assert not list((tmp_path / "to").iterdir()), "and the next try may use this folder"
+
+
 def test_a_submission_has_its_time(small, shapes, tmp_path):
     loop = "#| export\ndef {}(x):\n    while True: pass"
     cells = solved(shapes, double=loop.format("double"), area=loop.format("area"))
