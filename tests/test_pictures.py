@@ -60,7 +60,7 @@ def boxes(axis):
 
 
 @pytest.mark.parametrize(
-    ("T", "heads"), [(1, 1), (14, 3), (25, 3), (26, 2), (120, 1), (400, 2), (40, 32)]
+    ("T", "heads"), [(1, 1), (14, 3), (25, 3), (26, 2), (120, 1), (400, 2), (40, 12)]
 )
 def test_attention_stays_readable_whatever_its_size(T, heads):
     figure = viz.attention_figure(causal(heads, T), words(T), title="a title")

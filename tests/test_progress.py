@@ -16,6 +16,7 @@ from llm_engine import hub, progress
 from llm_engine.progress import Bar, no_progress, progress_bar, track
 
 PROGRESS = Path(progress.__file__)
+PLAIN = {"cache": "none", "runner": "torch"}  # nothing to compile
 
 
 class Terminal(io.StringIO):
@@ -381,24 +382,23 @@ def test_perplexity(folder, bars):
     assert len(bars) == 1
 
 
-def test_verify(folder, bars):
-    from transformers.utils import logging
+def test_verify(folder, bars, monkeypatch):
+    """Without transformers, whose part is played by our own recordings."""
+    from llm_engine import verify
 
-    from llm_engine.verify import self_test
+    assert verify.self_test(folder, reference=False, trained=False, **PLAIN).ok
+    assert finished(bars) == ["loading weights", "checking"]
+    bars.clear()
+    with no_progress():
+        model = verify.load_model(folder)
 
-    before = logging.is_progress_bar_enabled()
-    assert self_test(folder, trained=False).ok
-    names = [bar.what for bar in bars]
-    assert names == [
-        "loading weights",
-        "loading with transformers",
-        "checking",
-        "reading with transformers",
-        "comparing",
-    ]
-    assert all(bar.closed for bar in bars)
-    finished([bar for bar in bars if bar.what != "loading with transformers"])
-    assert logging.is_progress_bar_enabled() == before
+    def record_reference(reference, ids, *, inside):
+        return verify.record_engine(reference, verify.side_by_side([ids]), ["embed", "lm_head"])[0]
+
+    monkeypatch.setattr(verify, "record_reference", record_reference)
+    assert verify.compare_models(model, model, [[1, 2, 3], [4, 5]]).ok
+    assert finished(bars) == ["reading with transformers", "comparing"]
+    assert [bar.total for bar in bars] == [2, 2]
 
 
 def test_converting_and_unpacking(bars, monkeypatch, tmp_path):
@@ -491,5 +491,5 @@ def test_quiet_means_no_bars(folder, bars):
     assert CliRunner().invoke(app, asked).exit_code == 0
     assert finished(bars) == ["loading weights"]
     assert CliRunner().invoke(app, ["--quiet", *asked]).exit_code == 0
-    Engine.from_pretrained(folder, progress=False)
+    Engine.from_pretrained(folder, progress=False, **PLAIN)
     assert len(bars) == 1
