@@ -394,7 +394,8 @@ LOOK = """async () => {
     for (const formula of formulas) {
         const set = formula.querySelector('mjx-container');
         if (!set || set.getBoundingClientRect().width < 2) found.push(`formula ${formula.textContent.slice(0, 40)} is not set`);
-        else if (formula.getBoundingClientRect().right > innerWidth)
+        else if (formula.getBoundingClientRect().right > innerWidth
+            || formula.scrollWidth > formula.clientWidth + 8 && getComputedStyle(formula).overflowX === 'hidden')
             found.push(`formula ${formula.textContent.slice(0, 40)} is cut off`);
         else if (formula.querySelector('mjx-merror')) found.push(`formula has an error: ${formula.textContent.slice(0, 40)}`);
     }
