@@ -398,6 +398,10 @@ TextArgument = Annotated[
         metavar="[MODEL] TEXT", help="A model, or none, and a text; - reads it from stdin."
     ),
 ]
+NamedModel = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="The model, as in `generate`; or name it in front."),
+]
 ChatOption = Annotated[
     bool,
     typer.Option("--chat", help="Put the text as a user's message, through the chat template."),
@@ -408,20 +412,17 @@ class Files:
     """What a command writes beside its table. Made, and so checked, before the work begins."""
 
     def __init__(
-        self,
-        name: str,
-        picture: Path | None,
-        numbers: Path | None,
-        no_picture: bool,
-        needed: bool = True,
+        self, picture: Path | None, numbers: Path | None, no_picture: bool, needed: bool = True
     ):
-        self.picture, self.numbers = None, numbers and viz.output_file(numbers, "", viz.TABLES)
+        self.numbers = numbers and viz.output_file(numbers, "", viz.TABLES)
+        self.picture, self.drawn = picture, not no_picture
         if no_picture:
             return
         try:
             viz.new_figure(1, 1)  # is matplotlib there?
-            self.picture = viz.output_file(picture, name)
+            viz.output_file(picture, "picture")
         except ImportError as error:
+            self.drawn = False
             if needed:
                 raise ImportError(f"{error}. The numbers alone: --no-picture") from None
             typer.echo(f"no picture: {error}", err=True)
@@ -432,27 +433,50 @@ class Files:
             viz.save_rows(self.numbers, headers, rows, **about)
             typer.echo(f"{'replaced' if there else 'wrote'} {self.numbers}", err=True)
 
-    def draw(self, texts: Iterable[str], figure: Any) -> None:
-        """Save the figure that `figure()` draws; `texts` are what it will have to write."""
-        if self.picture:
-            there = self.picture.exists()
+    def draw(self, name: str, texts: Iterable[str], figure: Any) -> None:
+        """Save the figure that `figure()` draws, as `name` if no file was named; `texts` are what it has to write."""
+        if self.drawn:
+            path = viz.output_file(self.picture, name)
+            there = path.exists()
             with viz.machine_fonts(texts):
-                viz.save_figure(figure(), self.picture)
-            typer.echo(f"{'replaced' if there else 'wrote'} {self.picture}", err=True)
+                viz.save_figure(figure(), path)
+            typer.echo(f"{'replaced' if there else 'wrote'} {path}", err=True)
 
 
-def model_and_text(words: list[str]) -> tuple[str, str]:
-    """The two arguments, of which the first may be missing."""
+def on_disk(name: str) -> bool | None:
+    """Is there a file or folder of this name? None if it cannot be a name: a text may be too long for one."""
+    try:
+        return Path(name).exists()
+    except PermissionError:
+        return False
+    except (OSError, ValueError):
+        return None
+
+
+def which_model(first: str | None, named: str | None) -> str:
+    """The model in front or that of --model, or the default."""
+    if first is not None and named is not None:
+        raise typer.BadParameter("the model is named twice: in front, and by --model")
+    model = first if first is not None else named if named is not None else DEFAULT_MODEL
+    if on_disk(model) is None:
+        raise typer.BadParameter(f"{model[:50] + '…'!r} is no model, but a text")
+    return model
+
+
+def model_and_text(words: list[str], named: str | None = None) -> tuple[str, str]:
+    """The two arguments, of which the first may be missing, as it must where --model names it."""
     if len(words) > 2:
         raise typer.BadParameter(
             f'a text of several words needs quotes: "{" ".join(words)}"; before it may stand a model'
         )
-    if len(words) == 1 and words[0] in MODELS:
-        raise typer.BadParameter(f"{words[0]} is a model; after it comes a text, in quotes")
-    known = words[0] in MODELS or re.search(r"[/\\.]", words[0]) or Path(words[0]).exists()
-    if len(words) == 2 and not known:
-        raise typer.BadParameter(f"{words[0]!r} is no model; a text of several words needs quotes")
-    model, text = words if len(words) == 2 else (DEFAULT_MODEL, words[0])
+    *first, text = words
+    for word in first:
+        if not (word in MODELS or re.search(r"[/\.]", word) or on_disk(word)):
+            word = word if len(word) < 50 else word[:50] + "…"
+            raise typer.BadParameter(f"{word!r} is no model; a text of several words needs quotes")
+    if not first and named is None and text in MODELS:
+        raise typer.BadParameter(f"{text} is a model; after it comes a text, in quotes")
+    model = which_model(first[0] if first else None, named)
     return model, sys.stdin.read() if text == "-" else text
 
 
@@ -460,7 +484,7 @@ def read_tokens(engine: Engine, text: str, chat: bool) -> tuple[list[int], list[
     """The ids of a text, and each as a label."""
     asked = [{"role": "user", "content": text}]
     ids = engine.encode(engine.tokenizer.apply_chat_template(asked) if chat else text)
-    return ids, [engine.tokenizer.token(i) for i in ids]
+    return ids, viz.token_labels(engine.tokenizer, ids)
 
 
 def chosen_heads(text: str | None, N: int) -> list[int]:
@@ -486,7 +510,13 @@ LONGEST = 1024  # tokens: what a picture, and the memory for it, still hold
 @app.command()
 def attention(
     words: TextArgument,
-    layer: Annotated[int, typer.Option("--layer", "-l", help="Which layer; -1 is the last.")] = 0,
+    named: NamedModel = None,
+    layer: Annotated[
+        int,
+        typer.Option(
+            "--layer", "-l", help="Which layer, from 0 up; or from the end: -1 is the last."
+        ),
+    ] = 0,
     heads: Annotated[
         str | None, typer.Option("--heads", help="Which heads, such as 0,3-5. Default: all.")
     ] = None,
@@ -502,24 +532,32 @@ def attention(
     [dim]
     llm-engine attention "The cat sat on the mat because it was tired" --layer 3
 
-    llm-engine attention smollm2-135m "Hello" -l 3 --heads 0,4-6 -o heads.svg --numbers heads.csv
+    llm-engine attention "Hello" -m smollm2-135m -l -1 --heads 0,4-6 -o heads.svg --numbers heads.csv
     [/dim]
     """
-    model, text = model_and_text(words)
-    files = Files(f"attention-layer-{layer}", output, numbers, no_picture)
+    model, text = model_and_text(words, named)
+    files = Files(output, numbers, no_picture)
     engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
     L = engine.config.num_hidden_layers
     if not -L <= layer < L:
-        raise ValueError(f"--layer {layer}: {model} has the layers 0 to {L - 1}")
+        raise ValueError(
+            f"--layer {layer}: {model} has the layers 0 to {L - 1}, or -{L} to -1 from the end"
+        )
+    layer %= L
     chosen = chosen_heads(heads, engine.config.num_attention_heads)
     ids, tokens = read_tokens(engine, text, chat_template)
     if len(ids) > LONGEST:
         raise ValueError(f"{len(ids):,} tokens make no readable picture: give at most {LONGEST:,}")
-    place = f"layers.{layer % L}.attn.probs"
+    place = f"layers.{layer}.attn.probs"
     with engine.trace(keep=(place,)) as trace:
         engine.step(ids)
     probs = trace.tensors[place][0].float().cpu()
     typer.echo(viz.text_table(*viz.attention_summary(probs, tokens, chosen)))
+    typer.echo(
+        "first, itself, before: where a token's attention goes on average, to the text's first token, to the token itself,\n"
+        "to the one before it; spread over: among about how many tokens (the exponential of the entropy)",
+        err=True,
+    )
     headers = ("head", "query", "key", "query token", "key token", "probability")
     cells = (
         (head, i, j, tokens[i], tokens[j], float(f"{probs[head, i, j]:.6g}"))
@@ -527,14 +565,21 @@ def attention(
         for i in range(len(ids))
         for j in range(i + 1)
     )
-    files.write_numbers(headers, cells, model=model, layer=layer % L, text=text, ids=ids)
-    title = f"{model}, layer {layer % L}"
-    files.draw(tokens, lambda: viz.attention_figure(probs, tokens, heads=chosen, title=title))
+    files.write_numbers(headers, cells, model=model, layer=layer, text=text, ids=ids)
+    title = f"{model}, layer {layer}"
+    files.draw(
+        f"attention-layer-{layer}",
+        [*tokens, title],
+        lambda: viz.attention_figure(
+            probs, tokens, heads=chosen, title=viz.plain_title(title, 200)
+        ),
+    )
 
 
 @app.command()
 def logits(
     words: TextArgument,
+    named: NamedModel = None,
     top: Annotated[int, typer.Option("--top", help="How many candidates.", min=1)] = 10,
     output: OutputOption = None,
     numbers: NumbersOption = None,
@@ -551,10 +596,10 @@ def logits(
     llm-engine logits smollm2-135m --chat "Why is the sky blue?" --top 20 -o sky.pdf --numbers sky.json
     [/dim]
     """
-    model, text = model_and_text(words)
-    files = Files("logits", output, numbers, no_picture)
+    model, text = model_and_text(words, named)
+    files = Files(output, numbers, no_picture)
     engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
-    ids, tokens = read_tokens(engine, text, chat_template)
+    ids, _ = read_tokens(engine, text, chat_template)
     found = engine.step(ids).float().cpu()[: engine.tokenizer.vocab_size]
     best = found.topk(min(top, len(found)))
     probs = found.softmax(-1)[best.indices]
@@ -568,13 +613,16 @@ def logits(
     typer.echo(viz.text_table(("", "id", "token", "logit", "probability"), table))
     headers = ("rank", "id", "token", "logit", "probability")
     files.write_numbers(headers, rows, model=model, text=text, ids=ids)
-    end = "".join(tokens)[-50:]
-    texts = [end, *(row[2] for row in rows)]
+    about = f"{model}, a message: " if chat_template else f"{model}: "
     shown = min(top, 40)
     files.draw(
-        texts,
+        "logits",
+        [about, text[-50:], *(row[2] for row in rows)],
         lambda: viz.logits_figure(
-            found, engine.tokenizer, top=shown, title=f"{model}: {viz.plain_label(end)} → ?"
+            found,
+            engine.tokenizer,
+            top=shown,
+            title=f"{viz.plain_title(about, 200)}{viz.plain_title(text)} → ?",
         ),
     )
 
@@ -582,7 +630,11 @@ def logits(
 # %% chapters/18_engine.ipynb #cli-shapes
 @app.command()
 def shapes(
-    model: ModelArgument = DEFAULT_MODEL,
+    first: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help=f"As --model. Default: {DEFAULT_MODEL}."),
+    ] = None,
+    named: NamedModel = None,
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="The text to run.")
     ] = "The capital of France is",
@@ -601,7 +653,8 @@ def shapes(
     llm-engine shapes smollm2-135m --prompt "Hello" -o shapes.svg
     [/dim]
     """
-    files = Files("shapes", output, numbers, no_picture, needed=output is not None)
+    model = which_model(first, named)
+    files = Files(output, numbers, no_picture, needed=output is not None)
     engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
     with engine.trace() as trace:
         engine.step(engine.encode(prompt))
@@ -611,19 +664,24 @@ def shapes(
         if parts[0] == "layers":
             layers.setdefault(parts[1], []).append((*parts[2:], row.shape))
     alike = all(rows == layers["0"] for rows in layers.values())
-    one = alike and not everything
+    one = alike and len(layers) > 1 and not everything
     patterns = ("[!l]*", "lm_head", "layers.0", "layers.0.*", "") if one else ()
     typer.echo(trace.table(*patterns))
     if one:
-        note = "have the same shapes as layer 0; --all prints them too."
-        typer.echo(f"Layers 1 to {len(layers) - 1} {note}", err=True)
+        others = f"Layers 1 to {len(layers) - 1} have" if len(layers) > 2 else "Layer 1 has"
+        typer.echo(f"{others} the same shapes as layer 0; --all prints all.", err=True)
     rows = trace.select(*patterns)
     cells = [
         (r.name, r.letters, list(r.shape), str(r.dtype)[6:], r.min, r.max, r.mean) for r in rows
     ]
     headers = ("module", "axes", "shape", "dtype", "min", "max", "mean")
     files.write_numbers(headers, cells, model=model, text=prompt)
-    files.draw([], lambda: viz.shapes_figure(rows, title=f"{model}: {viz.plain_label(prompt)}"))
+    about = f"{model}: "
+    files.draw(
+        "shapes",
+        [about, prompt[-50:]],
+        lambda: viz.shapes_figure(rows, f"{viz.plain_title(about, 200)}{viz.plain_title(prompt)}"),
+    )
 
 
 @app.command()

@@ -16,6 +16,7 @@ __all__ = [
     "new_figure",
     "output_file",
     "plain_label",
+    "plain_title",
     "plot_heatmap",
     "plot_logits",
     "plot_pipeline",
@@ -32,11 +33,13 @@ __all__ = [
     "show_shapes",
     "show_table",
     "text_table",
+    "token_labels",
 ]
 
 
 # %% chapters/10_overview.ipynb #viz-imports
 import base64
+import codecs
 import csv
 import functools
 import html
@@ -286,6 +289,44 @@ def plain_label(text: str) -> str:
         c if c.isprintable() and any(ord(c) in font for font in fonts) else f"U+{ord(c):04X}"
         for c in shown
     )
+
+
+def plain_title(text: str, longest: int = 50) -> str:
+    """A text as a title can show it: like `plain_label`, but a space is a space, and of a long text the end is shown."""
+    from rich.cells import cell_len
+
+    title = ""
+    for c in reversed(text):
+        shown = c if c == " " else plain_label(c)
+        if cell_len(shown + title) > longest:
+            return "…" + title
+        title = shown + title
+    return title
+
+
+def token_labels(tokenizer, ids: Iterable[int]) -> list[str]:
+    """A label for each token of a text: `tokenizer.token`, except where characters are cut in two.
+
+    Of a Chinese character in two tokens the second is called `…你`. The first, in which nothing is complete, stays bytes.
+    """
+    labels, decoder = [], codecs.getincrementaldecoder("utf-8")()
+    for i in ids:
+        data, begun = tokenizer.backend.piece(i, None), bool(decoder.getstate()[0])
+        try:
+            text = decoder.decode(data)
+        except UnicodeDecodeError:  # what was begun is never ended
+            decoder.reset()
+            begun, text = False, ""
+            with suppress(UnicodeDecodeError):
+                text = decoder.decode(data)
+        unfinished = bool(decoder.getstate()[0])
+        if text.strip() and (begun or unfinished):
+            text = text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+            text = "".join(c if c.isprintable() else f"<U+{ord(c):04X}>" for c in text)
+            labels.append("…" * begun + text + "…" * unfinished)
+        else:
+            labels.append(tokenizer.token(i))
+    return labels
 
 
 @in_style

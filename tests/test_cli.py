@@ -204,7 +204,7 @@ def test_shapes_shows_one_layer_where_all_are_alike(folder):
     run = call("shapes", folder, "--prompt", "abc", "--no-picture")
     assert run.exit_code == 0
     assert "layers.0.attn.probs" in run.stdout and "[1, 4, 3, 3]" in run.stdout
-    assert "layers.1." not in run.stdout and "Layers 1 to 1" in run.stderr
+    assert "layers.1." not in run.stdout and "Layer 1 has the same" in run.stderr
     assert "lm_head" in run.stdout and "embed" in run.stdout
     run = call("shapes", folder, "--prompt", "abc", "--all", "--no-picture")
     assert "layers.1.attn.probs" in run.stdout
