@@ -45,15 +45,16 @@ from exercises import (
     Submission,
     SubmissionError,
     Verdict,
+    attempt,
     grader,
-    judge,
+    imports_of,
+    not_written,
     out_of_reach,
     read_chapters,
     read_submission,
     setup_of,
     shape,
     source,
-    trial_cells,
     without_hidden_tests,
 )
 from trials import Limits, Trials
@@ -250,8 +251,7 @@ packages = ["llm_engine"]
 MODEL_HERE = """The chapters work on a model of 135 million parameters. It lies in `models/`; say so to the programs in each new terminal:
 `export LLM_ENGINE_CACHE=$PWD/models` (PowerShell: `$env:LLM_ENGINE_CACHE = "$PWD\\models"`).
 """
-MODEL_ELSEWHERE = """The chapters work on a model of 135 million parameters, which chapter 12 fetches and converts. Until you have written that,
-use the converted folder `smollm2-135m` that your teacher gives you: put it into `~/.cache/llm-engine`, or where the environment variable
+MODEL_ELSEWHERE = """The chapters work on a model of 135 million parameters, which chapter 12 fetches and converts. {} the converted folder `smollm2-135m` that your teacher gives you: put it into `~/.cache/llm-engine`, or where the environment variable
 `LLM_ENGINE_CACHE` says.
 """
 
@@ -266,6 +266,10 @@ def student_readme(
     ]
     points = sum(e.points for c in chapters for e in c.exercises.values())
     first = chapters[0].name[:2]
+    example = next((e for c in chapters for e in c.exercises.values()), None)
+    example = not_written(example.chapter, example.id) if example else "…: not written yet"
+    until = any(chapter.number == 12 for chapter in chapters)
+    elsewhere = MODEL_ELSEWHERE.format("Until you have written that, use" if until else "Or use")
     before = ", ".join(f"[{n[:2]}](chapters/{n}.ipynb)" for n in due) or "none"
     return f"""# Your engine
 
@@ -283,9 +287,9 @@ python3 -m venv .venv
 
 (On Linux, `.venv/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu` as the second line saves gigabytes. On
 Windows the programs lie in `.venv\\Scripts`.) The third command writes `llm_engine/` from your notebooks. What is not written yet says so
-when it is called: `NotImplementedError: chapter 11, exercise head-size: not written yet`.
+when it is called: `NotImplementedError: {example}`.
 
-{MODEL_HERE if model else MODEL_ELSEWHERE}
+{MODEL_HERE if model else elsewhere}
 ## Each time
 
 1. Read: `.venv/bin/jupyter lab chapters`. Write the body of an exercise, and run the test cell after it.
@@ -342,11 +346,7 @@ def apply(files: list[Path], replace: set[str] = frozenset(), folder: Path = CHA
         place = folder / file.name
         frame_file = folder / FRAMES / file.name
         if not place.exists() or not frame_file.exists():
-            if place.exists():
-                done.append(f"{file.stem}: is complete here already, nothing to do")
-            else:
-                shutil.copyfile(file, place)
-                done.append(f"{file.stem}: was not here, taken over as a whole")
+            done.append(complete(place, file, reference))
             continue
         frame = Chapter(file.stem, json.loads(frame_file.read_text("utf8")))
         try:
@@ -371,6 +371,27 @@ def apply(files: list[Path], replace: set[str] = frozenset(), folder: Path = CHA
         else:
             done.append(f"{file.stem}: you have written all of it, nothing to do")
     return done
+
+
+def complete(place: Path, file: Path, reference: Chapter) -> str:
+    """A chapter that was not released in this folder, but perhaps copied here unfinished from an earlier one."""
+    if not place.exists():
+        shutil.copyfile(file, place)
+        return f"{file.stem}: was not here, taken over as a whole"
+    notebook = json.loads(place.read_text("utf-8-sig"))
+    unwritten = {
+        cell["id"]: cell
+        for cell in notebook["cells"]
+        if cell.get("id") in reference.exercises
+        and not_written(file.stem, cell["id"]) in source(cell)
+    }
+    if not unwritten:
+        return f"{file.stem}: nothing is unwritten here, nothing to do"
+    kept = keep_a_copy(place, place.parent.parent / "mine")
+    for exercise, cell in unwritten.items():
+        put(notebook, reference, exercise, cell)
+    save(place.parent, file.stem, notebook)
+    return f"{file.stem}: {', '.join(unwritten)} from the reference (before: mine/{kept.name})"
 
 
 def put(notebook: dict, reference: Chapter, exercise: str, old: dict | None) -> None:
@@ -443,8 +464,7 @@ def check(place: Path, frame: Chapter, only: list[str], trials: Trials, step) ->
             verdicts.append(Verdict(exercise, found.state, "", found.notes, found))
             continue
         cells = own_cells(submission, frame, exercise, found)
-        outcomes = trials.run(trial_cells(cells, exercise, found))
-        verdict = judge(exercise, found, outcomes)
+        verdict = attempt(cells, exercise, found, trials, given=False)
         if found.state == "overlaid":
             verdict.notes += ("this is the reference, from an overlay",)
         tests = [c.code for c in submission.cells if exercise.test_id in (c.id, c.grade_id)]
@@ -661,6 +681,9 @@ def grade_command(
     out.print(
         f"{to}: scores.csv, details.csv, feedback/STUDENT/CHAPTER.html, nbgrader/gradebook.db"
     )
+    if ungraded := sum(len(result.ungraded) for result in graded):
+        out.print(f"{ungraded} exercises could not be graded, see the notes: grade these again")
+        raise typer.Exit(1)
 
 
 @app.command("check")
@@ -694,13 +717,14 @@ def check_command(
         }
     places = {n: p for n, p in places.items() if frames[n].exercises}
     setup = next((setup_of(frames[n]) for n in places), "")
+    imports = [text for n in places for text in imports_of(frames[n])]
     count = sum(len([e for e in frames[n].exercises if not only or e in only]) for n in places)
     if not count:
         raise ClassroomError("no such exercise in these chapters")
     verdicts = []
     errors = Console(stderr=True)
     with (
-        Trials(ROOT, setup, Limits(cell_seconds=seconds)) as trials,
+        Trials(ROOT, setup, Limits(cell_seconds=seconds), imports) as trials,
         Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -717,20 +741,27 @@ def check_command(
 
         for name, place in places.items():
             verdicts += check(place, frames[name], only, trials, step)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("exercise", "", "points", "what to look at"):
-        table.add_column(title, justify="right" if title == "points" else "left")
-    for v in verdicts:
-        points = f"{v.points:g}/{v.exercise.points:g}"
-        table.add_row(v.exercise.key, WORDS[v.state], points, escape(advice(v)))
-    out.print(table)
+    for name in places:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for title in ("exercise", "", "points", "what to look at"):
+            table.add_column(
+                title,
+                justify="right" if title == "points" else "left",
+                overflow="fold",
+                no_wrap=title == "exercise",
+            )
+        for v in verdicts:
+            if v.exercise.chapter == name:
+                points = f"{v.points:g}/{v.exercise.points:g}"
+                table.add_row(v.exercise.id, WORDS[v.state], points, escape(advice(v)))
+        out.print(f"[bold]{name}[/]")
+        out.print(table)
     right = sum(v.state == "right" for v in verdicts)
     score, most = sum(v.points for v in verdicts), sum(v.exercise.points for v in verdicts)
     out.print(f"{right} of {len(verdicts)} exercises right: {score:g} of {most:g} points")
     if (CHAPTERS / FRAMES).is_dir():
-        out.print(
-            "More tests are run when it is graded." if right else "", end="\n" if right else ""
-        )
+        if any(v.state == "right" and v.found.state == "written" for v in verdicts):
+            out.print("More tests are run when it is graded.")
         for note in package_notes(CHAPTERS):
             out.print(f"Note: {escape(note)}")
     raise typer.Exit(0 if right == len(verdicts) else 1)

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType
 
-from trials import Failure, Outcome
+from trials import Failure, Outcome, Trials
 
 CHAPTERS = Path(__file__).resolve().parent
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -515,11 +515,12 @@ class Verdict:
     """What became of one exercise."""
 
     exercise: Exercise
-    state: str  # right, wrong, stub, missing, waits, overlaid, unreadable
+    state: str  # right, wrong, stub, missing, waits, overlaid, unreadable, ungraded
     message: str = ""
     notes: tuple[str, ...] = ()
     found: Found | None = None
     outcomes: list[Outcome] = field(default_factory=list)
+    failure: Failure | None = None  # the one that the message tells
 
     @property
     def points(self) -> float:
@@ -528,6 +529,46 @@ class Verdict:
 
 def setup_of(chapter: Chapter) -> str:
     return source(chapter.code["setup"]) if "setup" in chapter.code else ""
+
+
+def imports_of(chapter: Chapter) -> list[str]:
+    """Import statements of the given cells that exercises need, other than from the package."""
+    cells = {i: source(c) for i, c in chapter.code.items() if i != "setup"}
+    ids = {i for e in chapter.exercises.values() for i in [*needed(cells, e.test_id), e.test_id]}
+    parts = [
+        text for i in sorted(ids - chapter.exercises.keys()) for text in statements(plain(cells[i]))
+    ]
+    return [t for t in dict.fromkeys(parts) if is_import(t) and not any(imported_modules(t))]
+
+
+def attempt(
+    cells: dict[str, str], exercise: Exercise, found: Found, trials: Trials, given: bool = True
+) -> Verdict:
+    """Run what an exercise needs, and judge it. What a given cell does is not the student's loss: it gets a second, generous try.
+
+    `given`: the cells other than the exercise's are the book's. A failure before the student's code then leaves it ungraded.
+    """
+    run = trial_cells(cells, exercise, found)
+    outcomes = trials.run(run)
+    own = {exercise.id, f"helpers-{exercise.id}"}
+    at = next(i for i, (cell_id, _) in enumerate(run) if cell_id in own)
+
+    def theirs(outcome: Outcome) -> bool:
+        return outcome.cell in own or any(place[0] in own for place in outcome.failure.places)
+
+    def failed_before() -> Outcome | None:
+        return next((o for o in outcomes[:at] if o.failure), None) if given else None
+
+    late = [o for o in outcomes if o.failure and o.failure.kind in ("OutOfTime", "Stopped")]
+    if failed_before() or (late and not theirs(late[0])):
+        outcomes = trials.run(run, trials.limits.generous())
+    verdict = judge(exercise, found, outcomes)
+    if verdict.state != "right" and (outcome := failed_before()):
+        verdict.state, verdict.failure = "ungraded", outcome.failure
+        verdict.message = (
+            f"not graded: the given cell {outcome.cell} stopped. {in_words(outcome.failure)}"
+        )
+    return verdict
 
 
 def trial_cells(cells: dict[str, str], exercise: Exercise, found: Found) -> list[tuple[str, str]]:
@@ -572,12 +613,13 @@ def judge(exercise: Exercise, found: Found, outcomes: list[Outcome]) -> Verdict:
     if test is None:
         return verdict
     verdict.state, verdict.message = "wrong", in_words(test, exercise)
+    verdict.failure = test
     before = {o.cell: o.failure for o in outcomes[:-1] if o.failure}
     own = [i for i in (exercise.id, f"helpers-{exercise.id}") if i in before]
     unknown = test.kind == "NameError" and {place[0] for place in test.places} <= {exercise.test_id}
     cause = next(iter([*own, *before]), "")
     if cause and (own or unknown or test.kind == "Stopped"):  # what happened before says more
-        test = before[cause]
+        test = verdict.failure = before[cause]
         verdict.message = f"cell {cause} stopped. {in_words(test)}"
     missing = re.match(r"chapter (\d+), exercise ([\w-]+): not written yet", test.message)
     if test.kind == "NotImplementedError" and missing and missing[2] != exercise.id:

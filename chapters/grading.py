@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,12 +28,12 @@ from exercises import (
     Found,
     SubmissionError,
     Verdict,
+    attempt,
     grader,
-    judge,
+    imports_of,
     read_submission,
     setup_of,
     source,
-    trial_cells,
 )
 from trials import Limits, Trials
 
@@ -69,12 +68,12 @@ def collect(folder: Path, book: dict[str, Chapter]) -> tuple[list[Handed], list[
             continue
         if entry.is_dir():
             student = found.setdefault(entry.name, Handed(entry.name))
-            take(student, sorted(notebooks_in(entry)), book)
+            take(student, sorted(notebooks_in(entry)), book, entry)
         elif entry.suffix == ".ipynb":
             chapter = chapter_of(entry, book)
             name = re.sub(rf"[_\- ]*{chapter}[_\- ]*", "", entry.stem) if chapter else entry.stem
             name = re.sub(r"(\s*\(\d+\)|-?Copy\d*)$", "", name) or entry.stem
-            take(found.setdefault(name, Handed(name)), [entry], book)
+            take(found.setdefault(name, Handed(name)), [entry], book, folder)
         elif entry.suffix in (".zip", ".tar", ".gz", ".7z", ".rar"):
             strays.append(f"{entry.name}: unpack it first, into a folder named after the student")
     return list(found.values()), strays
@@ -88,8 +87,9 @@ def notebooks_in(folder: Path) -> Iterable[Path]:
             yield path
 
 
-def take(student: Handed, paths: list[Path], book: dict[str, Chapter]) -> None:
+def take(student: Handed, paths: list[Path], book: dict[str, Chapter], folder: Path) -> None:
     for path in paths:
+        name = path.relative_to(folder).as_posix()
         if (path.parent / "released").is_dir() and not (
             path.parent / "released" / path.name
         ).exists():
@@ -99,16 +99,24 @@ def take(student: Handed, paths: list[Path], book: dict[str, Chapter]) -> None:
         except Exception:  # whatever it holds, the others are graded
             chapter = None
         if chapter is None:
-            student.notes.append(f"{path.name}: no chapter of the book could be recognized in it")
+            student.notes.append(f"{name}: no chapter of the book could be recognized in it")
             continue
         before = student.files.get(chapter)
         if before is not None:
-            kept, other = sorted(
-                (path, before), key=lambda p: (p.stem == chapter, p.stat().st_mtime), reverse=True
-            )
-            student.notes.append(f"{chapter}: {kept.name} counts, {other.name} does not")
-            path = kept
+            path, other = sorted((path, before), key=lambda p: rank(p, book[chapter]), reverse=True)
+            kept, other = (p.relative_to(folder).as_posix() for p in (path, other))
+            student.notes.append(f"{chapter}: {kept} counts, {other} does not")
         student.files[chapter] = path
+
+
+def rank(path: Path, chapter: Chapter) -> tuple:
+    """Of two files for one chapter the higher counts: more exercises written, fewer folders deep, the chapter's name, newer."""
+    written = -1
+    with contextlib.suppress(SubmissionError):
+        submission = read_submission(path)
+        found = [submission.find(exercise, chapter) for exercise in chapter.exercises.values()]
+        written = sum(f.state == "written" for f in found)
+    return written, -len(path.parts), path.stem == chapter.name, path.stat().st_mtime
 
 
 def chapter_of(path: Path, book: dict[str, Chapter]) -> str | None:
@@ -169,18 +177,19 @@ def grade_notebook(
     except SubmissionError as error:
         return [Verdict(e, "unreadable", f"{path.name}: {error}") for e in exercises]
     reference = {i: source(c) for i, c in chapter.code.items() if i != "setup"}
-    start, verdicts = time.monotonic(), []
+    used, verdicts = 0.0, []
     for exercise in exercises:
         step(exercise)
         try:
             found = submission.find(exercise, chapter)
-            if found.state == "written" and time.monotonic() - start > seconds:
+            if found.state == "written" and used > seconds:
                 verdict = Verdict(exercise, "wrong", "", found.notes, found)
                 verdict.message = f"not run: the {seconds:g} s of a submission were used up before"
             elif found.state == "written":
                 cells = {**reference, exercise.id: found.code}
-                outcomes = trials.run(trial_cells(cells, exercise, found))
-                verdict = judge(exercise, found, outcomes)
+                verdict = attempt(cells, exercise, found, trials)
+                ids = [o.cell for o in verdict.outcomes]
+                used += sum(o.seconds for o in verdict.outcomes[ids.index(exercise.id) :])
             else:
                 verdict = Verdict(exercise, found.state, "", found.notes, found)
                 verdict.message = {
@@ -189,7 +198,7 @@ def grade_notebook(
                     "overlaid": "this is the reference, taken over from an overlay",
                 }[found.state]
         except Exception as error:  # one exercise never takes the others with it
-            verdict = Verdict(exercise, "wrong", f"it could not be graded: {error!r}")
+            verdict = Verdict(exercise, "ungraded", f"it could not be graded: {error!r}")
         verdicts.append(verdict)
     return verdicts
 
@@ -203,7 +212,7 @@ def check_the_reference(chapter: Chapter, trials: Trials) -> None:
     reference = {i: source(c) for i, c in chapter.code.items() if i != "setup"}
     for exercise in chapter.exercises.values():
         found = Found("written", exercise.solution)
-        verdict = judge(exercise, found, trials.run(trial_cells(reference, exercise, found)))
+        verdict = attempt(reference, exercise, found, trials)
         if verdict.state != "right":
             raise ClassroomError(
                 f"{exercise.key} cannot be graded here, because the reference itself fails: {verdict.message}\n"
@@ -214,11 +223,12 @@ def check_the_reference(chapter: Chapter, trials: Trials) -> None:
 # ---- nbgrader
 
 
-def page(chapter: Chapter, verdicts: list[Verdict] | None = None) -> Any:
+def page(chapter: Chapter, verdicts: list[Verdict] | None = None, student: str = "") -> Any:
     """The exercises of a chapter as a notebook of their own: the reference, or a student's with what came of it."""
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-    cells = [new_markdown_cell(f"# {chapter.name}", id="title")]
+    title = f"# {chapter.name}" + (f", {in_markdown(student)}" if student else "")
+    cells = [new_markdown_cell(title, id="title")]
     for number, exercise in enumerate(chapter.exercises.values()):
         verdict = verdicts[number] if verdicts else None
         text = f"## {exercise.id}"
@@ -244,11 +254,16 @@ def told(verdict: Verdict) -> str:
     if verdict.state == "right":
         return "All tests pass."
     text = verdict.message
-    test = verdict.outcomes[-1].failure if verdict.outcomes else None
-    if verdict.state == "wrong" and test and verdict.exercise.is_hidden(test.line):
+    test = verdict.failure
+    in_test = test and test.places and test.places[0][0] == verdict.exercise.test_id
+    if verdict.state == "wrong" and in_test and verdict.exercise.is_hidden(test.line):
         text = f"One of the tests that are kept for grading: {test.message or 'no more is told'}"
         if test.kind not in ("AssertionError", "Stopped", "OutOfTime"):
             text = f"In one of the tests that are kept for grading: {test.kind}: {test.message}"
+    return in_markdown(text)
+
+
+def in_markdown(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|$])", r"\\\1", text)
 
 
@@ -263,18 +278,20 @@ def outputs_of(verdict: Verdict) -> dict[str, list[dict]]:
         if outcome and outcome.output.strip():
             outputs[cell_id].append(new_output("stream", name="stdout", text=outcome.output))
         if outcome and outcome.failure and cell_id != exercise.test_id:
-            outputs[cell_id].append(error_output(outcome.failure.kind, outcome.failure.message))
+            failure = outcome.failure
+            text = f"{failure.kind}: {failure.message}"
+            outputs[cell_id].append(error_output(failure.kind, failure.message, text))
     if verdict.state != "right":
-        test = shown.get(exercise.test_id)
-        kind = test.failure.kind if test and test.failure else "NotGraded"
-        outputs[exercise.test_id].append(error_output(kind, re.sub(r"\\(.)", r"\1", told(verdict))))
+        kind = verdict.failure.kind if verdict.failure else "NotGraded"
+        text = re.sub(r"\\(.)", r"\1", told(verdict))  # it names the kind where that helps
+        outputs[exercise.test_id].append(error_output(kind, text, text))
     return outputs
 
 
-def error_output(kind: str, message: str) -> dict:
+def error_output(kind: str, message: str, text: str) -> dict:
     from nbformat.v4 import new_output
 
-    return new_output("error", ename=kind, evalue=message, traceback=[f"{kind}: {message}"])
+    return new_output("error", ename=kind, evalue=message, traceback=[text])
 
 
 @contextlib.contextmanager
@@ -346,7 +363,7 @@ class Course:
 
         for chapter in self.chapters:
             if chapter.name in verdicts:
-                notebook = page(chapter, verdicts[chapter.name])
+                notebook = page(chapter, verdicts[chapter.name], student)
                 self.write("submitted", student, notebook, chapter)
         self.directory.student_id = student
         autograde = Autograde(coursedir=self.directory, log=self.log)
@@ -403,6 +420,10 @@ class Graded:
     def total(self) -> float:
         return sum(self.points.values())
 
+    @property
+    def ungraded(self) -> list[Verdict]:
+        return [v for own in self.verdicts.values() for v in own if v.state == "ungraded"]
+
 
 def grade(
     handed: list[Handed],
@@ -421,7 +442,7 @@ def grade(
     with tempfile.TemporaryDirectory(prefix="classroom-") as place:
         for chapter in chapters:
             root = stubbed_package(chapter, book, Path(place) / chapter.name)
-            with Trials(root, setup_of(chapter), limits) as trials:
+            with Trials(root, setup_of(chapter), limits, imports_of(chapter)) as trials:
                 check_the_reference(chapter, trials)
                 for student in handed:
                     step(f"{student.student}, {chapter.name}")
@@ -436,6 +457,7 @@ def grade(
         result = Graded(student.student, verdicts[student.student], {}, list(student.notes))
         for own in result.verdicts.values():
             result.notes += dict.fromkeys(v.message for v in own if v.state == "unreadable")
+            result.notes += [f"{v.exercise.key} {v.message}" for v in own if v.state == "ungraded"]
         try:
             course.grade(names[student.student], result.verdicts)
             result.points = course.points(names[student.student])
@@ -457,6 +479,8 @@ def grade(
             folder.mkdir(parents=True, exist_ok=True)
             # without the network: there are no formulas in it
             text = re.sub(r'<script src="https?://[^>]*>\s*</script>', "", file.read_text("utf8"))
+            # nbgrader's list of links calls every one "Test cell"
+            text = re.sub(r'(<a href="#test-([\w-]+)">)Test cell</a>', r"\1\2</a>", text)
             (folder / file.name).write_text(text, "utf8")
     write_tables(graded, chapters, to)
     return graded
@@ -483,6 +507,8 @@ def write_tables(graded: list[Graded], chapters: list[Chapter], to: Path) -> Non
         table.writerow(["student", "points", "of", *(e.key for e in exercises), "notes"])
         for result in graded:
             row = [f"{result.points.get((e.chapter, e.id), 0):g}" for e in exercises]
+            for v in result.ungraded:
+                row[[e.key for e in exercises].index(v.exercise.key)] = "not graded"
             notes = safe_text("; ".join(result.notes))
             table.writerow(
                 [safe_text(result.student), f"{result.total:g}", f"{most:g}", *row, notes]

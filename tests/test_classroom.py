@@ -291,6 +291,56 @@ def test_a_students_folder_installs_as_the_package(part1):
             assert f"| [{name}](chapters/{name}.ipynb) | `{one.id}` | {one.points:g} |" in readme
 
 
+def test_a_students_readme_follows_what_is_released(part1, small, tmp_path):
+    classroom.release(["12"], tmp_path / "twelve", folder=small)
+    text = (tmp_path / "twelve" / "README.md").read_text("utf8")
+    assert "chapter 12, exercise eight: not written yet" in text and "Until you" in text
+    classroom.release(["11"], tmp_path / "eleven", folder=small)
+    text = (tmp_path / "eleven" / "README.md").read_text("utf8")
+    assert "chapter 11, exercise double: not written yet" in text and "Until you" not in text
+
+
+def words_of(notebook: dict) -> list[tuple[str, str]]:
+    """Each cell's source and what it prints."""
+    return [
+        (
+            c.get("id", ""),
+            f"{source(c)}\n{json.dumps([o.get('text', '') for o in c.get('outputs', [])])}",
+        )
+        for c in notebook["cells"]
+    ]
+
+
+# Lines of a solution that a student's folder has for a reason: part of what is given, by cell
+GIVEN_LINES = {
+    ("12_weights:parse-header", "by-hand-code"),  # reading a length is shown before it is asked
+    (
+        "13_tokenizer:incremental-detokenizer",
+        "incremental-detokenizer",
+    ),  # in a method that is given
+    ("14_embedding:rope-apply", "pairing-wrong"),  # one line of broadcasting, in the wrong pairing
+    ("20_kv_cache:static-cache", "concat-cache"),  # a check that every cache makes
+    ("32_memory:weight-bytes", "load-weights"),  # names of weights are taken apart as in chapter 12
+    ("32_memory:weight-bytes", "recipe"),
+    ("33_integer_kernels:int8-row", "int4-row"),  # given kernels beside the one to be written
+    ("33_integer_kernels:int8-row", "narrow-groups"),
+    ("33_integer_kernels:int8-row", "four-lines"),
+}
+
+
+def test_no_line_of_a_solution_stands_in_a_students_folder():
+    """In the folder of each chapter: it with stubs, those before complete, hidden tests gone."""
+    before: list[tuple[str, str]] = []
+    found = set()
+    for chapter in BOOK.values():
+        cells = before + words_of(classroom.student_version(chapter, set()))
+        for one in chapter.exercises.values():
+            lines = [line for line in own_lines(one) if len(line) > 30]
+            found |= {(one.key, i) for i, text in cells if any(line in text for line in lines)}
+        before += words_of(classroom.complete_version(chapter, set()))
+    assert found == GIVEN_LINES
+
+
 # ---- a student's own engine
 
 
@@ -450,6 +500,7 @@ def test_the_check_command_ends_with_1_until_all_is_right(student, shapes):
     done = run(student, "chapters/classroom.py", "check")
     assert done.returncode == 1
     assert "3 of 4 exercises right: 6 of 10 points" in done.stdout and "not written" in done.stdout
+    assert "\n11_shapes\n" in f"\n{done.stdout}" and "\nquadruple " in done.stdout
     done = run(student, "chapters/classroom.py", "check", "13")
     assert done.returncode == 1 and "13: no such chapter" in done.stderr
     done = run(student, "chapters/classroom.py", "grade", "chapters")
@@ -488,6 +539,18 @@ def test_an_overlay_fills_what_is_missing_and_leaves_what_is_written(small, shap
     ).read_text("utf8")
     found = read_submission(place).find(shapes.exercises["double"], shapes)
     assert found.state == "overlaid", "and earns no points"
+
+
+def test_an_overlay_also_fills_an_unfinished_chapter_copied_from_an_earlier_folder(small, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    classroom.release(["11"], old, folder=small)
+    classroom.release(["12"], new, folder=small)
+    overlays = classroom.overlay(["11"], tmp_path / "handout", folder=small)
+    assert "nothing to do" in classroom.apply(overlays, folder=new / "chapters")[0]
+    shutil.copyfile(*(f / "chapters" / "11_shapes.ipynb" for f in (old, new)))
+    done = classroom.apply(overlays, folder=new / "chapters")
+    assert "11_shapes: double, area, quadruple from the reference" in done[0]
+    assert "not written yet" not in (new / "chapters" / "11_shapes.ipynb").read_text("utf8")
 
 
 # ---- finding what a student wrote
@@ -851,6 +914,19 @@ def test_pages_of_feedback_teach_and_hide_the_hidden_tests(course):
     assert "twice two is four" in tampered and "Score: 3.0 / 6.0" in tampered, "tests are restored"
 
 
+def test_pages_name_student_and_exercises_and_the_error_they_tell(course):
+    page = (course / "feedback" / "wrong" / "11_shapes.html").read_text("utf8")
+    assert "Test cell" not in page and '<a href="#test-double">double</a>' in page
+    assert "11_shapes, wrong" in page
+    page = (course / "feedback" / "imports" / "11_shapes.html").read_text("utf8")
+    assert "NameError: cell" not in page
+
+
+def test_what_is_printed_while_an_assertion_is_explained_is_dropped(trials):
+    (done,) = tried(trials, "def f():\n    print('once')\n    return 1\nassert f() == 2")
+    assert done.failure.got == "`f()` is 1" and done.output == "once\n"
+
+
 def test_submissions_are_found_in_every_layout(small, shapes, tmp_path):
     book = read_chapters(small)
     cells = solved(shapes)
@@ -892,6 +968,84 @@ def test_nobody_is_graded_where_the_reference_itself_fails(small, shapes, tmp_pa
     with pytest.raises(classroom.ClassroomError, match="no_such_module"):
         grading.grade([], [Chapter("11_shapes", broken)], read_chapters(small), tmp_path / "to")
     assert not list((tmp_path / "to").iterdir()), "and the next try may use this folder"
+
+
+def test_a_given_cell_that_fails_is_not_the_students_loss(small, shapes, tmp_path):
+    """The book's cell `imports` is slow once, then broken: the first costs nothing, the second is said and is no wrong answer."""
+    waits = "import os, time\nif os.path.exists({!r}):\n    {}"
+    once, broken = tmp_path / "once", tmp_path / "broken"
+    slow = waits.format(str(once), f"os.remove({str(once)!r}); time.sleep(9)")
+    stop = waits.format(str(broken), "raise OSError('no room')")
+    given = json.loads(json.dumps(shapes.notebook))
+    cell_of(given["cells"], "imports")["source"] = (
+        f"#| default_exp shapes\n#| export\n{slow}\n{stop}\nimport math"
+    )
+    chapter = Chapter("11_shapes", given)
+    for student in ("1 ann", "2 bob"):
+        handed_in(tmp_path / "in", student, solved(shapes))
+    handed, _ = grading.collect(tmp_path / "in", read_chapters(small))
+
+    def step(text: str) -> None:
+        if text.startswith(("1 ann, 11", "2 bob, 11")):
+            (once if text[0] == "1" else broken).touch()
+
+    limits = Limits(cell_seconds=0.2)
+    book = read_chapters(small)
+    graded = grading.grade(handed, [chapter], book, tmp_path / "to", limits=limits, step=step)
+    assert [g.total for g in graded] == [6, 3]
+    rows = graded_rows(tmp_path / "to")
+    assert (
+        rows["1 ann"]["11_shapes:area"] == "3" and rows["2 bob"]["11_shapes:area"] == "not graded"
+    )
+    assert "not graded: the given cell imports stopped. OSError: no room" in rows["2 bob"]["notes"]
+    assert details(tmp_path / "to")["2 bob", "area"]["state"] == "ungraded"
+
+
+def test_grading_ends_with_1_if_something_could_not_be_graded(tmp_path, monkeypatch):
+    handed_in(tmp_path / "in", "ann", solved(BOOK["11_config"]), name="11_config")
+    one = BOOK["11_config"].exercises["read-eos"]
+    verdict = exercises.Verdict(one, "ungraded", "not graded: no room")
+    result = grading.Graded("ann", {"11_config": [verdict]}, {}, ["not graded"])
+    monkeypatch.setattr(grading, "grade", lambda *_, **__: [result])
+    with pytest.raises(classroom.typer.Exit) as end:
+        classroom.grade_command(tmp_path / "in", ["11"], tmp_path / "to", 1, 1, 100, False)
+    assert end.value.exit_code == 1
+
+
+def test_what_given_cells_import_is_loaded_before_the_trials(tmp_path):
+    wanted = exercises.imports_of(BOOK["15_attention"])
+    assert any("transformers" in text for text in wanted)
+    assert not any("llm_engine" in text for text in wanted)
+    with Trials(tmp_path, "", QUICK, ["import no_such_module", "import wave"]) as trials:
+        (done,) = tried(trials, "import sys\nprint('wave' in sys.modules)")
+    assert done.output == "True\n"
+
+
+def test_seconds_are_seconds_of_computing(tmp_path):
+    with Trials(tmp_path, "import time", Limits(cell_seconds=0.3)) as trials:
+        busy, slept = tried(trials, "while True: pass", "time.sleep(1)\nprint(1)")
+        assert busy.failure.kind == "OutOfTime" and slept.failure is None
+        assert tried(trials, "time.sleep(9)")[0].failure.kind == "OutOfTime"
+
+
+def test_of_two_attempts_the_one_with_more_written_counts(small, shapes, tmp_path):
+    stubs = classroom.student_version(shapes, set())["cells"]
+    handed_in(tmp_path, "ann", stubs)
+    handed_in(tmp_path, "ann", solved(shapes), name="11_shapes-v2")
+    handed_in(tmp_path, "bob", solved(shapes))
+    handed_in(tmp_path, "bob/old", stubs)
+    handed_in(tmp_path, "eve", solved(shapes))
+    handed_in(tmp_path, "eve/old", solved(shapes))
+    handed_in(tmp_path, "kim", "no notebook")
+    handed_in(tmp_path, "kim", stubs, name="kim 11_shapes")
+    found = {h.student: h for h in grading.collect(tmp_path, read_chapters(small))[0]}
+    assert found["ann"].files["11_shapes"].stem == "11_shapes-v2"
+    for student in ("bob", "eve"):
+        assert found[student].files["11_shapes"] == tmp_path / student / "11_shapes.ipynb"
+        assert found[student].notes == [
+            "11_shapes: 11_shapes.ipynb counts, old/11_shapes.ipynb does not"
+        ]
+    assert found["kim"].files["11_shapes"].stem == "kim 11_shapes"
 
 
 def test_a_submission_has_its_time(small, shapes, tmp_path):
