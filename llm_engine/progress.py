@@ -194,18 +194,22 @@ def _new_picture() -> Any:
     from rich.console import Console
     from rich.text import Text
 
+    console, bar = Console(file=sys.stderr, force_jupyter=False), 20
+
+    class Description(progress.ProgressColumn):
+        def render(self, task: Any) -> Text:
+            """Cut to what the rest of the line leaves: a bar that wraps jumps up and down."""
+            text, rest = Text(task.description), bar + len(task.fields["bar"].numbers()) + 3
+            text.truncate(max(console.width - rest, 8), overflow="ellipsis")
+            return text
+
     class Numbers(progress.ProgressColumn):
         def render(self, task: Any) -> Text:
-            return Text(task.fields["bar"].numbers())
+            return Text(task.fields["bar"].numbers(), no_wrap=True)
 
-    columns = (
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(),
-        Numbers(),
-    )
     return progress.Progress(
-        *columns,
-        console=Console(file=sys.stderr, force_jupyter=False),
+        *(Description(), progress.BarColumn(bar), Numbers()),
+        console=console,
         transient=True,
         redirect_stdout=False,  # what is printed there must go where the user sent it
     )

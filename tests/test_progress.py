@@ -143,6 +143,15 @@ def test_markup_in_names_is_text(terminal):
         settle(terminal, "[red]layers[0][/red]")
 
 
+def test_a_long_description_is_cut_and_the_bar_keeps_to_its_line(terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress_bar("quantizing layers.29.self_attn.q_proj again", 272, unit="tensors") as bar:
+        time.sleep(0.05)
+        bar.advance(3)
+        settle(terminal, "quantizing layers", "…", "3 of 272 tensors", "left")
+        assert all(screen.count("\n") == 0 for screen in terminal.seen)
+
+
 # ---- a file
 
 
