@@ -5,6 +5,7 @@ exercise markers) is taken out of the shown code and said in words instead; setu
 page offers for download is the file as it is.
 """
 
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from sync import DIRECTIVE, SOLUTION, split_head
 HIDDEN_TESTS = ("### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
 FURTHER = "# further tests, taken out of the student version:"
 PACKAGE = "llm_engine"
+LINES = "line-of-a-cell"  # Pygments makes <span id="line-of-a-cell-1"> of each line
+LINE = re.compile(rf'<span id="{LINES}-\d+">((?:<span class="\w+">)*)( *)(?=([^\n]*))')
 
 
 def read(text: str) -> nbformat.NotebookNode:
@@ -91,8 +94,9 @@ class Cells(SphinxTransform):
                 self.anchor(cell, site["id"], slugs)
                 source = cell[0]
                 if source.get("nb_element") == "cell_code_source":
+                    source[0]["highlight_args"] = {"linespans": LINES}
                     if site["marked"]:
-                        source[0]["highlight_args"] = {"hl_lines": site["marked"]}
+                        source[0]["highlight_args"]["hl_lines"] = site["marked"]
                     if caption := list(self.caption(site)):
                         source["classes"].append("has-origin")
                         source.insert(0, nodes.paragraph("", "", *caption, classes=["origin"]))
@@ -119,9 +123,8 @@ class Cells(SphinxTransform):
     def caption(self, site: dict) -> Iterator[nodes.Node]:
         """What the marked lines are; `#| export llm_engine.attention`, linked to its reference."""
         if site["marked"]:
-            yield nodes.inline(
-                "", "exercise: the marked lines are yours to write", classes=["exercise"]
-            )
+            told = "exercise: in the student's version the marked lines are missing"
+            yield nodes.inline("", told, classes=["exercise"])
         if site["module"]:
             yield nodes.inline("", site["directive"], classes=["directive"])
             name = PACKAGE if site["module"] == "__init__" else f"{PACKAGE}.{site['module']}"
@@ -147,6 +150,19 @@ class Cells(SphinxTransform):
                 image["alt"] = parts["text/plain"].astext().strip().removeprefix("figure ")
 
 
+def hang(app: Sphinx, pagename: str, templatename: str, context: dict, doctree) -> None:
+    """Give each line of code the class `line` and the column where its rest goes on, should it be too long for the page."""
+
+    def opened(match: re.Match) -> str:
+        tags, spaces, rest = match.groups()
+        words = 'class="sd"' in tags or re.match(r'(<[^>]+>)*<span class="(c1|sd)"', rest)
+        column = len(spaces) + (2 if words else 4)
+        return f'<span class="line" style="--rest: {column}ch">{tags}{spaces}'
+
+    if LINES in context.get("body", ""):
+        context["body"] = LINE.sub(opened, context["body"])
+
+
 def keep_beside(app: Sphinx) -> None:
     """The pictures that myst-nb unpacks: among the build's own files, not in a folder beside the site."""
     folder = Path(app.doctreedir) / "notebooks"
@@ -156,5 +172,6 @@ def keep_beside(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict:
     app.add_transform(Cells)
     app.connect("builder-inited", keep_beside, priority=900)  # after myst-nb has read its settings
+    app.connect("html-page-context", hang)
     version = zlib.crc32(Path(__file__).read_bytes())  # another one: every page is read anew
     return {"env_version": version, "parallel_read_safe": True, "parallel_write_safe": True}
