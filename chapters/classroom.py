@@ -125,8 +125,10 @@ def release(
         save(to / "chapters" / FRAMES, chapter.name, frame)
     write_package(to / "llm_engine", due.values())
     (to / "pyproject.toml").write_text(student_pyproject(folder.parent), "utf8")
-    if (folder.parent / "constraints.txt").exists():
-        shutil.copyfile(folder.parent / "constraints.txt", to / "constraints.txt")
+    for given in ("constraints.txt", "benchmarks/quantization.json"):  # chapter 31 shows the latter
+        if (folder.parent / given).exists():
+            (to / given).parent.mkdir(exist_ok=True)
+            shutil.copyfile(folder.parent / given, to / given)
     if model is not None:
         shutil.copytree(model, to / "models" / model.name)
         as_fetched = model.with_suffix(".gguf")  # chapters 12 and 34 look into it

@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -71,6 +72,8 @@ def lab(tmp_path_factory):
             if cell["cell_type"] == "code":
                 cell.update(outputs=[], execution_count=None)
         (chapters / CHAPTERS[stem].name).write_text(json.dumps(notebook), "utf8")
+    (folder / "benchmarks").mkdir()
+    shutil.copy(ROOT / "benchmarks/quantization.json", folder / "benchmarks")  # chapter 31 shows it
     (folder / "config/labconfig").mkdir(parents=True)
     settings = {  # every cell is in the page, also those far below; no questions about news
         "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
