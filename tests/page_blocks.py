@@ -23,6 +23,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 FENCE = re.compile(
     r"<!-- plant\n(?P<plant>.*?)\n-->"
@@ -134,11 +135,11 @@ def commands(source: str) -> list[str]:
 def run_page(path: Path, names: dict | None = None) -> list[tuple[Block, str]]:
     """Each block that shows an output, or is Python, with what it gives. `names` is left with what Python defined."""
     results, here = [], os.getcwd()
-    os.environ["LLM_ENGINE_PROGRESS"] = "off"
-    logging.getLogger("llm_engine").setLevel(logging.WARNING)
-    runner = PageRunner(names)
-    with tempfile.TemporaryDirectory() as folder:
+    runner, logger = PageRunner(names), logging.getLogger("llm_engine")
+    level, off = logger.level, {"LLM_ENGINE_PROGRESS": "off"}
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, off):
         os.chdir(folder)
+        logger.setLevel(logging.WARNING)
         try:
             for block in blocks(path.read_text("utf8")):
                 # commands that show no output are only looked up; Python is run, others build on it
@@ -147,6 +148,7 @@ def run_page(path: Path, names: dict | None = None) -> list[tuple[Block, str]]:
         finally:
             runner.undo.close()
             os.chdir(here)
+            logger.setLevel(level)  # other tests in this process shall find things as they were
     return results
 
 

@@ -367,6 +367,7 @@ def test_a_wrong_beginning_left_from_before_is_fetched_anew(server, tmp_path):
 
 
 def test_the_progress_bar_goes_to_stderr(server, tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("LLM_ENGINE_PROGRESS", raising=False)
     monkeypatch.setattr("llm_engine.progress.RARELY", 0)  # a line for every piece
     server.files["/data"] = DATA
     download(server.url + "/data", tmp_path / "data", DATA_SHA, progress=True)
