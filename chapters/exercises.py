@@ -102,6 +102,11 @@ class Chapter:
     def number(self) -> int:
         return int(self.name[:2])
 
+    @property
+    def cells(self) -> dict[str, str]:
+        """The code of each cell, as the book has it, without the setup cell."""
+        return {i: source(cell) for i, cell in self.code.items() if i != "setup"}
+
     def __repr__(self) -> str:
         return f"Chapter({self.name!r}, {list(self.exercises)})"
 
@@ -533,7 +538,7 @@ def setup_of(chapter: Chapter) -> str:
 
 def imports_of(chapter: Chapter) -> list[str]:
     """Import statements of the given cells that exercises need, other than from the package."""
-    cells = {i: source(c) for i, c in chapter.code.items() if i != "setup"}
+    cells = chapter.cells
     ids = {i for e in chapter.exercises.values() for i in [*needed(cells, e.test_id), e.test_id]}
     parts = [
         text for i in sorted(ids - chapter.exercises.keys()) for text in statements(plain(cells[i]))

@@ -33,7 +33,6 @@ from exercises import (
     imports_of,
     read_submission,
     setup_of,
-    source,
 )
 from trials import Limits, Trials
 
@@ -176,7 +175,7 @@ def grade_notebook(
         submission = read_submission(path)
     except SubmissionError as error:
         return [Verdict(e, "unreadable", f"{path.name}: {error}") for e in exercises]
-    reference = {i: source(c) for i, c in chapter.code.items() if i != "setup"}
+    reference = chapter.cells
     used, verdicts = 0.0, []
     for exercise in exercises:
         step(exercise)
@@ -209,7 +208,7 @@ def check_the_reference(chapter: Chapter, trials: Trials) -> None:
         trials.start()
     except RuntimeError as error:
         raise ClassroomError(f"{chapter.name} cannot be graded here: {error}") from None
-    reference = {i: source(c) for i, c in chapter.code.items() if i != "setup"}
+    reference = chapter.cells
     for exercise in chapter.exercises.values():
         found = Found("written", exercise.solution)
         verdict = attempt(reference, exercise, found, trials)

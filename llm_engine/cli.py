@@ -507,6 +507,11 @@ def chosen_heads(text: str | None, N: int) -> list[int]:
 LONGEST = 1024  # tokens: what a picture, and the memory for it, still hold
 
 
+def transparent_engine(model: str, device: str | None, dtype: str | None) -> Engine:
+    """An engine whose every module can be watched: all in one pass, by plain torch."""
+    return Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
+
+
 @app.command()
 def attention(
     words: TextArgument,
@@ -537,7 +542,7 @@ def attention(
     """
     model, text = model_and_text(words, named)
     files = Files(output, numbers, no_picture)
-    engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
+    engine = transparent_engine(model, device, dtype)
     L = engine.config.num_hidden_layers
     if not -L <= layer < L:
         raise ValueError(
@@ -598,7 +603,7 @@ def logits(
     """
     model, text = model_and_text(words, named)
     files = Files(output, numbers, no_picture)
-    engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
+    engine = transparent_engine(model, device, dtype)
     ids, _ = read_tokens(engine, text, chat_template)
     found = engine.step(ids).float().cpu()[: engine.tokenizer.vocab_size]
     best = found.topk(min(top, len(found)))
@@ -655,7 +660,7 @@ def shapes(
     """
     model = which_model(first, named)
     files = Files(output, numbers, no_picture, needed=output is not None)
-    engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache="none", runner="torch")
+    engine = transparent_engine(model, device, dtype)
     with engine.trace() as trace:
         engine.step(engine.encode(prompt))
     layers = {}

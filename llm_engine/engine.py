@@ -426,8 +426,8 @@ class Engine:
         """Load a known name, a local folder or a Hub id; what loading will take is logged first.
 
         device, dtype: see `pick_device` and `pick_dtype`. quantize: store the weights with fewer bits, see `load_model`.
-        progress: show bars while it takes long. options: as for `Engine`. Raises `ValueError` for a bad choice before anything is downloaded, and what `resolve`,
-        `load_config` and `load_weights` raise.
+        progress: show bars while it takes long. options: as for `Engine`. Raises `ValueError` for a bad choice before
+        anything is downloaded, and what `resolve`, `load_config` and `load_weights` raise.
         """
         device = pick_device(device)
         pick_dtype(dtype, device)

@@ -224,7 +224,7 @@ class Session:
         return errors
 
     def outcomes(self, chapter: Chapter, exercise: Exercise, wrongs: list[Wrong]) -> dict:
-        cells = {i: source(cell) for i, cell in chapter.code.items() if i != "setup"}
+        cells = chapter.cells
         order = needed(cells, exercise.test_id)
         at = order.index(exercise.id)
         self.namespace(self.after_setup)
