@@ -1,6 +1,11 @@
-"""What every test shares: shape checks on each call of the package, the default model, fixed threads."""
+"""What every test shares: shape checks on each call of the package, the default model, fixed threads, and a clean start."""
 
+import logging
 import os
+import pkgutil
+import sys
+from contextlib import suppress
+from importlib import import_module
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -19,6 +24,45 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cp
 # The same examples on every run: a red test stays red until it is mended.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def registries():
+    """The tables of interchangeable parts, with everything in them that a chapter registers."""
+    import llm_engine
+    from llm_engine.config import Registry
+
+    for module in pkgutil.iter_modules(llm_engine.__path__):
+        import_module(f"llm_engine.{module.name}")
+    modules = [module for name, module in sys.modules.items() if name.startswith("llm_engine.")]
+    values = [value for module in modules for value in vars(module).values()]
+    return list({id(value): value for value in values if isinstance(value, Registry)}.values())
+
+
+@pytest.fixture(autouse=True)
+def a_clean_start(registries):
+    """Put back what a test, or a page or a cell that it ran, has changed for the whole process: no test can lean on another."""
+    from huggingface_hub.utils import enable_progress_bars
+
+    before = dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv)
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    level = logging.getLogger().level
+    parts = [(table, dict(table), table.default, table.maker) for table in registries]
+    enable_progress_bars()
+    yield
+    environment, folder, sys.path[:], sys.argv[:] = before
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+    with suppress(FileNotFoundError):  # the folder that a test began in may be gone
+        os.chdir(folder)
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(True)
+    logging.getLogger().setLevel(level)
+    for table, entries, table.default, table.maker in parts:
+        table.clear()
+        table.update(entries)
 
 
 @pytest.fixture(scope="session")
