@@ -82,6 +82,7 @@ STYLE = {
 Number = int | float
 _more_fonts = ContextVar("fonts beside DejaVu Sans: name -> file", default={})  # noqa: B039
 DPI = 144  # twice the size it is shown at: sharp on a dense screen
+LINEAR = 48  # tokens up to which attention is drawn on a linear scale
 
 
 def _matplotlib():
@@ -340,19 +341,31 @@ def plot_heatmap(
     limits: tuple[Number, Number] | None = None,
     numbers: bool | None = None,
     every: int = 1,
+    log: bool = False,
+    block: int = 1,
 ):
     """Draw a matrix as colored squares: row 0 on top, column 0 at the left.
 
     Blue from 0 up for what is never negative, red to blue around 0 otherwise. Small matrices have their numbers written
-    in (`numbers` forces it either way). With many rows or columns only each `every`th is named. Returns matplotlib's image.
+    in (`numbers` forces it either way). With many rows or columns only each `every`th is named. `log`: equal steps of color
+    are equal ratios; what is below the lower of the `limits` (above 0) looks like it. `block`: of so many rows and columns
+    only the largest value is drawn, where squares would be smaller than a dot. Returns matplotlib's image.
     """
     values = _array(matrix)
     if values.ndim != 2:
         raise ValueError(f"a heatmap needs a matrix (2 axes), got shape {list(values.shape)}")
     low, high = limits or _limits(values)
-    image = axes.imshow(
-        values, cmap="Blues" if low >= 0 else "RdBu", vmin=low, vmax=high, aspect="auto"
-    )
+    look = {"cmap": "Blues" if low >= 0 else "RdBu", "aspect": "auto"}
+    if log:
+        look["norm"] = _matplotlib().colors.LogNorm(low, high)
+    else:
+        look |= {"vmin": low, "vmax": high}
+    drawn = np.clip(values, low, None) if log else values
+    if block > 1:
+        drawn = _largest(drawn, block)
+        bottom, right = (block * n - 0.5 for n in drawn.shape)
+        look["extent"] = (-0.5, right, bottom, -0.5)
+    image = axes.imshow(drawn, **look)
     for axis, labels in ((axes.yaxis, rows), (axes.xaxis, cols)):
         if labels is not None:
             named = range(0, len(labels), every)
@@ -404,7 +417,11 @@ def attention_figure(
     heads: Sequence[int] | None = None,
     title: str | None = None,
 ):
-    """The figure of `show_attention`, to be shown or saved. Long texts have only some of their tokens named."""
+    """The figure of `show_attention`, to be shown or saved.
+
+    Of long texts only some tokens are named, and the scale is logarithmic: shares of a whole shrink as it is divided among
+    more, so that on a linear scale nothing would be left to see. It begins at an even share, 1/S.
+    """
     values = _array(probs)
     if values.ndim != 3 or values.shape[-1] != len(tokens):
         raise ValueError(
@@ -423,6 +440,8 @@ def attention_figure(
     widest = 8.0 if len(chosen) == 1 else min(4.5, 18 / cols)  # inches
     side = float(np.clip(0.2 * len(tokens) + 1.0, 2.2, widest))
     every = int(np.ceil(0.139 * len(tokens) / (side - 1)))  # a line of text is 0.14 inches high
+    log = len(tokens) > LINEAR
+    block = int(np.ceil(len(tokens) / (DPI * (side - 1))))  # at least a dot for each square
     tokens = [_shortened(token) for token in tokens]
     figure, axes = new_figure(side * cols + 0.4, side * rows, rows, cols, squeeze=False)
     queries = list(tokens)[-values.shape[1] :]
@@ -436,20 +455,32 @@ def attention_figure(
             rows=queries if i % cols == 0 else None,
             cols=tokens if i // cols == rows - 1 else None,
             title=f"head {chosen[i]}",
-            limits=(0, 1),
+            limits=(1 / len(tokens), 1) if log else (0, 1),
             numbers=False,
             every=every,
+            log=log,
+            block=block,
         )
         if i % cols:
             spot.set_yticks([])
         if i // cols < rows - 1:
             spot.set_xticks([])
-    figure.colorbar(image, ax=axes, shrink=0.6, label="probability").outline.set_visible(False)
+    label = f"probability, logarithmic; lightest: 1/{len(tokens)} or less" if log else "probability"
+    figure.colorbar(image, ax=axes, shrink=0.6, label=label).outline.set_visible(False)
     if title:
         figure.suptitle(title, fontsize=11)
-    if every > 1:
-        figure.supxlabel(f"one token in {every} is named", fontsize=8, color=MUTED)
+    small = [f"one token in {every} is named"] if every > 1 else []
+    small += [f"a dot is the largest of {block} × {block} values"] if block > 1 else []
+    if small:
+        figure.supxlabel("; ".join(small), fontsize=8, color=MUTED)
     return figure
+
+
+def _largest(values: np.ndarray, block: int) -> np.ndarray:
+    """The largest value of each block of so many rows and columns; those at the ends may be smaller."""
+    for axis, length in enumerate(values.shape):
+        values = np.maximum.reduceat(values, range(0, length, block), axis=axis)
+    return values
 
 
 def _shortened(text: str, longest: int = 14) -> str:

@@ -90,6 +90,52 @@ def test_attention_draws_the_heads_that_are_asked_for():
             viz.attention_figure(probs, words(6), heads=heads)
 
 
+def drawn(figure):
+    """What a panel shows, from 0 (as light as can be) to 1; and the label of the color bar."""
+    image = next(axes for axes in figure.axes if axes.images and axes.get_title()).images[0]
+    return image.norm(image.get_array()).filled(0), image.colorbar.ax.get_ylabel()
+
+
+@pytest.mark.parametrize("T", [49, 100, 700, 1024])
+def test_long_texts_are_not_drawn_white_on_white(T):
+    """Half of the attention on the first token, and a line of three times an even share: on a linear scale of 700
+    tokens that line had 0.4 % of the way from white to blue."""
+    probs = torch.full((1, T, T), 0.25 / T).tril()
+    probs[0, T // 2 + 1 :, T // 2] = 3 / T
+    probs[0, :, 0] = 0.5
+    figure = viz.attention_figure(probs, words(T))
+    seen, label = drawn(figure)
+    block = -(-T // len(seen))
+    line = seen[len(seen) * 3 // 4 :, (T // 2) // block]
+    assert (line > 0.15).all(), "the line is too light to be seen"
+    assert (seen[2:, 0] > 0.8).all() and (line < seen[-1, 0]).all()
+    assert seen[-1, -(len(seen) // 4)] == 0, "less than an even share is as light as can be"
+    assert "logarithmic" in label and f"1/{T}" in label
+    small = figure._supxlabel.get_text() if figure._supxlabel else ""
+    assert (f"largest of {block} × {block}" in small) == (block > 1)
+    # squares lie where the labels say
+    left, right, bottom, top = next(a for a in figure.axes if a.images).images[0].get_extent()
+    assert (left, top) == (-0.5, -0.5) and T - 0.5 <= min(right, bottom) < T - 0.5 + block
+
+
+def test_short_texts_keep_a_linear_scale():
+    probs = causal(1, viz.LINEAR)
+    seen, label = drawn(viz.attention_figure(probs, words(viz.LINEAR)))
+    assert np.allclose(seen, probs[0]) and label == "probability"
+
+
+def test_a_narrow_line_survives_where_dots_stand_for_several_values(monkeypatch):
+    """An average of the values under a dot would make it fainter; a dot left out would lose it."""
+    monkeypatch.setattr(viz, "DPI", 20)
+    probs = torch.zeros(1, 1001, 1001)
+    probs[0, :, 777] = 1
+    seen, _ = drawn(viz.attention_figure(probs, words(1001)))
+    assert len(seen) < 200 and (seen.max(1) == 1).all() and (seen.max(0) == 1).sum() == 1
+    assert np.isnan(viz._largest(np.array([[np.nan, 1.0]]), 2)).all(), (
+        "what is no number stays seen"
+    )
+
+
 def test_long_labels_are_cut():
     figure = viz.attention_figure(causal(1, 2), ["a" * 40, "b" * 14])
     labels, _ = boxes(next(axes for axes in figure.axes if axes.images).yaxis)
