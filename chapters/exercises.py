@@ -554,7 +554,7 @@ def attempt(
     `given`: the cells other than the exercise's are the book's. A failure before the student's code then leaves it ungraded.
     """
     run = trial_cells(cells, exercise, found)
-    outcomes = trials.run(run)
+    outcomes = trials.run(run, test=exercise.test_id)
     own = {exercise.id, f"helpers-{exercise.id}"}
     at = next(i for i, (cell_id, _) in enumerate(run) if cell_id in own)
 
@@ -566,7 +566,7 @@ def attempt(
 
     late = [o for o in outcomes if o.failure and o.failure.kind in ("OutOfTime", "Stopped")]
     if failed_before() or (late and not theirs(late[0])):
-        outcomes = trials.run(run, trials.limits.generous())
+        outcomes = trials.run(run, trials.limits.generous(), exercise.test_id)
     verdict = judge(exercise, found, outcomes)
     if verdict.state != "right" and (outcome := failed_before()):
         verdict.state, verdict.failure = "ungraded", outcome.failure

@@ -6,6 +6,7 @@ the user who started it may do. The instructor's guide says how to put a contain
 """
 
 import ast
+import builtins
 import contextlib
 import dataclasses
 import json
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,13 @@ SECRET = re.compile(
     "TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.I
 )  # variables that a trial does not see
 PATIENCE = 5  # on a busy machine a cell may take so many times its seconds by the clock, if it computes no longer than these
+GRACE = 5  # seconds that a cell's own alarm has, before the cell is ended from outside
 LINE = 1_000_000  # bytes of one message; a longer one is not ours
+# Modules that tests rely on: what a cell changes in them is put back before the next cell.
+JUDGES = (
+    *("builtins", "math", "numpy", "numpy.testing"),
+    *("torch", "torch.testing", "torch.nn.functional"),
+)
 
 
 @dataclass(frozen=True)
@@ -145,17 +153,20 @@ class Trials:
                 if isinstance(message, dict):
                     return message
 
-    def run(self, cells: list[tuple[str, str]], limits: Limits | None = None) -> list[Outcome]:
+    def run(
+        self, cells: list[tuple[str, str]], limits: Limits | None = None, test: str = ""
+    ) -> list[Outcome]:
         """What each cell did, in order; like Jupyter with allowed errors, it goes on after one.
 
-        A trial that is stopped or dies leaves a failure for the cell it was in, and for each cell after it.
+        A trial that is stopped or dies leaves a failure for the cell it was in, and for each cell after it. The cell `test` means
+        Python's own `sum` by `sum`, also where a cell before it gave that name to something else.
         """
         if self.server is None or self.server.poll() is not None:
             self.close()
             self.start()
         limits, outcomes = limits or self.limits, []
         folder = tempfile.mkdtemp(prefix="trial-")
-        self.send({"cells": cells, "limits": vars(limits), "folder": folder})
+        self.send({"cells": cells, "limits": vars(limits), "folder": folder, "test": test})
         start = began = time.monotonic()
         now, pid, over, computed = None, None, None, 0.0
         while True:
@@ -177,9 +188,10 @@ class Trials:
                 break
             elif not message:
                 used, total = computing_of(pid), time.monotonic() - start
-                if is_over(time.monotonic() - began - 5, used - computed - 5, limits.cell_seconds):
+                clock, used_here = time.monotonic() - began - GRACE, used - computed - GRACE
+                if is_over(clock, used_here, limits.cell_seconds):
                     over = f"stopped: it ran longer than {limits.cell_seconds:g} s"
-                elif is_over(total - 5, used - 5, limits.seconds):
+                elif is_over(total - GRACE, used - GRACE, limits.seconds):
                     over = f"stopped: all cells together ran longer than {limits.seconds:g} s"
                 if over:
                     end(pid)
@@ -188,7 +200,9 @@ class Trials:
                 end(pid)
         if pid:
             end(pid)
-        if over is None or message is None:
+        if (
+            over is None or message is None or pid == self.server.pid
+        ):  # (no fork: one trial, one server)
             over = over or "the process that runs the cells was killed"
             self.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -319,24 +333,35 @@ def serve() -> None:
     except Exception as error:
         tell({"ready": False, "error": f"{type(error).__name__}: {error}"})
         return
+    clean = Clean(shell)
     tell({"ready": True})
     for line in requests:
         job = json.loads(line)
         if not hasattr(os, "fork"):
             tell({"pid": os.getpid()})
-            try_cells(shell, job, tell)
+            try_cells(shell, clean, job, tell)
             tell({"exit": 0})
             return  # the next trial gets a new server
-        pid = os.fork()
+        watch = hasattr(signal, "sigtimedwait")
+        if watch:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        teacher, pid = os.getppid(), os.fork()
         if pid == 0:
             try:
                 os.setsid()
+                if watch:
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
                 requests.close()
                 os.dup2(nothing, 2)
-                try_cells(shell, job, tell)
+                try_cells(shell, clean, job, tell)
             finally:
                 os._exit(0)
         tell({"pid": pid})
+        while watch and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            signal.sigtimedwait([signal.SIGCHLD], 1)
+            if os.getppid() != teacher:  # who started us is gone, and nobody else would end this
+                end(pid)
+                return
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
@@ -364,7 +389,100 @@ def new_shell(root: str, setup: str, imports: list[str]):
     return shell
 
 
-def try_cells(shell, job: dict, tell) -> None:
+class Clean:
+    """What the setup cell left, and what a cell may change of it for those after it: IPython's hooks, modules that tests rely on.
+
+    For mistakes, not against malice: a thread, or a result that equals everything, is not noticed.
+    """
+
+    def __init__(self, shell):
+        self.modules = [(vars(sys.modules[m]), public(m)) for m in JUDGES if m in sys.modules]
+        self.torch = sys.modules.get("torch")
+        self.tensor = dict(vars(self.torch.Tensor)) if self.torch else {}
+        self.state = self.torch_state()
+        self.recursion = sys.getrecursionlimit()
+        self.names = dict(shell.user_ns)
+        lines = shell.input_transformer_manager
+        places = [(shell, "ast_transformers"), (shell, "input_transformers_post")]
+        places += [
+            (lines, n) for n in ("cleanup_transforms", "line_transforms", "token_transformers")
+        ]
+        self.hooks = [(owner, name, list(getattr(owner, name))) for owner, name in places]
+        self.shell, self.manager = shell, lines
+        self.calls = {name: list(calls) for name, calls in shell.events.callbacks.items()}
+
+    def torch_state(self) -> tuple:
+        if not self.torch:
+            return ()
+        torch = self.torch
+        return torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_default_device()
+
+    def shadowed(self) -> set[str]:
+        """Python's own names that cells have given to something else."""
+        names = self.shell.user_ns
+        taken = {n for n in vars(builtins) if n in names and names[n] is not self.names.get(n)}
+        return {n for n in taken if not n.startswith("_")}
+
+    def restore(self) -> None:
+        for names, before in self.modules:  # builtins first, and without any of them
+            for name, value in before.items():
+                if names.get(name) is not value:
+                    names[name] = value
+        sys.settrace(None)
+        sys.setprofile(None)
+        sys.setrecursionlimit(self.recursion)
+        self.shell.input_transformer_manager = self.manager
+        for owner, name, hooks in self.hooks:
+            setattr(owner, name, list(hooks))
+        self.shell.events.callbacks.update({n: list(calls) for n, calls in self.calls.items()})
+        self.shell.set_custom_exc((), None)
+        if not self.torch:
+            return
+        tensor = self.torch.Tensor
+        for name, value in dict(vars(tensor)).items():
+            if name not in self.tensor and any(name in vars(kind) for kind in tensor.__mro__[1:]):
+                delattr(tensor, name)  # it stood before what all tensors have
+            elif self.tensor.get(name, value) is not value:
+                setattr(tensor, name, self.tensor[name])
+        if self.torch_state() != self.state:
+            dtype, grad, device = self.state
+            self.torch.set_default_device(None if device.type == "cpu" else device)
+            self.torch.set_default_dtype(dtype)
+            self.torch.set_grad_enabled(grad)
+
+
+def public(module: str) -> dict[str, Any]:
+    """The names that others use of a module; of Python's own all."""
+    names = vars(sys.modules[module])
+    every = module == "builtins"
+    return {n: v for n, v in names.items() if (every and n != "_") or not n.startswith("_")}
+
+
+class Originals(ast.NodeTransformer):
+    """Lets one cell mean Python's own names, where cells before it have given them to something else."""
+
+    def __init__(self, names: set[str]):
+        self.names = names
+
+    def visit_Module(self, tree: ast.Module) -> ast.Module:
+        nodes = list(ast.walk(tree))
+        own = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        own |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+        own |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        own |= {
+            a.asname or a.name for n in nodes for a in getattr(n, "names", []) if hasattr(a, "name")
+        }
+        self.names -= own
+        return ast.fix_missing_locations(self.generic_visit(tree))
+
+    def visit_Name(self, name: ast.Name) -> ast.expr:
+        if name.id not in self.names:
+            return name
+        module = ast.Call(ast.Name("__import__", ast.Load()), [ast.Constant("builtins")], [])
+        return ast.copy_location(ast.Attribute(module, name.id, ast.Load()), name)
+
+
+def try_cells(shell, clean: Clean, job: dict, tell) -> None:
     limits = Limits(**job["limits"])
     os.chdir(job["folder"])
     confine(limits)
@@ -373,7 +491,11 @@ def try_cells(shell, job: dict, tell) -> None:
         tell({"start": cell_id})
         start, computed = time.monotonic(), time.process_time()
         left = min(limits.cell_seconds, limits.seconds - total)
-        output, failure = run_cell(shell, cell_id, code, max(left, 0.01), limits.output, codes)
+        if cell_id == job["test"]:
+            shell.ast_transformers.append(Originals(clean.shadowed()))
+        output, failure = run_cell(
+            shell, clean, cell_id, code, max(left, 0.01), limits.output, codes
+        )
         clock, computed = time.monotonic() - start, time.process_time() - computed
         seconds = round(min(clock, max(computed, clock / PATIENCE)), 3)
         total += seconds
@@ -390,16 +512,20 @@ def confine(limits: Limits) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then it is an OSError, not a death
 
 
-def run_cell(shell, cell_id: str, code: str, seconds: float, kept: int, codes: dict):
+def run_cell(
+    shell, clean: Clean, cell_id: str, code: str, seconds: float, kept: int, codes: dict
+) -> tuple[Limited, Failure | None]:
     output = Limited(kept)
     shell.compile.get_code_name = lambda *_: f"<{cell_id}>"
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            with alarm(seconds):
+            with alarm(seconds), warnings.catch_warnings():
                 result = shell.run_cell(code, store_history=False, silent=False)
             error = result.error_before_exec or result.error_in_exec
         except BaseException as stray:  # the alarm may ring between two steps of IPython
             error = stray
+        with contextlib.suppress(Exception):
+            clean.restore()
         failure = describe(shell, error, cell_id, codes) if error is not None else None
         unheard = contextlib.redirect_stdout(Limited(0)), contextlib.redirect_stderr(Limited(0))
         with contextlib.suppress(BaseException), alarm(5), unheard[0], unheard[1]:

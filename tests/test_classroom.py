@@ -9,8 +9,10 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -760,13 +762,195 @@ def test_a_loop_that_catches_everything_and_a_killed_server_cost_one_trial(trial
 def test_one_trial_does_not_change_the_next(trials):
     tried(
         trials,
-        "import math\nmath.pi = 3\nimport os\nos.environ['LEFT'] = '1'\nopen('left', 'w').close()",
+        "import os, textwrap\ntextwrap.dedent = 3\nos.environ['LEFT'] = '1'\nopen('left', 'w').close()",
     )
     (done,) = tried(
         trials,
-        "import os\nassert math.pi > 3.1\nassert 'LEFT' not in os.environ and not os.listdir()",
+        "import os, textwrap\nassert textwrap.dedent('')==''\nassert 'LEFT' not in os.environ and not os.listdir()",
     )
     assert done.failure is None, done.failure
+
+
+# ---- what a student's cell changes for the whole process
+
+HOOKS = {
+    "ast_transformers": """
+import ast
+class NoTests(ast.NodeTransformer):
+    def visit_Assert(self, node):
+        return ast.Pass()
+get_ipython().ast_transformers.append(NoTests())""",
+    "ast_transformers, another list": """
+import ast
+class NoTests(ast.NodeTransformer):
+    def visit_Assert(self, node):
+        return ast.Pass()
+get_ipython().ast_transformers = [NoTests()]""",
+    "input_transformers": """
+get_ipython().input_transformers_post.append(lambda lines: ["pass\\n"])
+get_ipython().input_transformers_cleanup.append(lambda lines: ["pass\\n"])""",
+    "events": """
+def fix(*_):
+    get_ipython().user_ns["double"] = lambda x: x + x
+get_ipython().events.register("pre_run_cell", fix)
+get_ipython().events.register("pre_execute", fix)""",
+    "builtins": """
+import builtins
+builtins.abs = lambda x: 0
+builtins.isinstance = lambda *_: True
+builtins.len = lambda x: 2
+builtins.AssertionError = Warning
+builtins.print = None""",
+    "torch": """
+import torch
+torch.equal = torch.allclose = lambda *_, **__: True
+torch.testing.assert_close = print
+torch.Tensor.__eq__ = lambda a, b: torch.tensor(True)
+torch.Tensor.item = lambda a: 4""",
+    "numpy and math": """
+import math, numpy
+math.isclose = numpy.allclose = lambda *_, **__: True""",
+    "trace": "import sys\nsys.settrace(lambda *_: None)\nsys.setrecursionlimit(200)",
+}
+CHECKS = """import math, numpy, torch
+assert isinstance(double(1), int) and not isinstance(1, str), "isinstance"
+assert not torch.equal(torch.ones(2), torch.zeros(2)), "torch.equal"
+assert not torch.allclose(torch.ones(2), torch.zeros(2)), "torch.allclose"
+assert not (torch.ones(2) == torch.zeros(2)).any() and torch.tensor(5).item() == 5, "tensors"
+assert not math.isclose(1, 2) and not numpy.allclose(1, 2), "isclose"
+try:
+    torch.testing.assert_close(torch.ones(2), torch.zeros(2))
+except AssertionError:
+    print("fine")
+else:
+    raise ValueError("assert_close")
+assert abs(-2) == 2 and len("abc") == 3, "abs, len"
+def deep(n):
+    return n and deep(n - 1)
+assert deep(500) == 0, "recursion"
+"""
+
+
+@pytest.fixture(scope="module")
+def torch_trials(tmp_path_factory):
+    with Trials(tmp_path_factory.mktemp("root"), f"double = abs\n{CHECKS}", QUICK) as trials:
+        yield trials  # what these need is loaded once, in the setup
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_what_a_cell_changes_for_the_process_does_not_reach_the_test(torch_trials, hook):
+    """Neither does it let a wrong solution pass, nor does it fail a right one."""
+    own = f"{HOOKS[hook]}\ndef double(x):\n    return "
+    for solution, state in (("x + x", "right"), ("3 * x", "wrong")):
+        cells = [("double", own + solution), ("test", f"{CHECKS}assert double(2) == 4, 'four'")]
+        test = torch_trials.run(cells, test="test")[-1]
+        assert ("wrong" if test.failure else "right") == state, (test.failure, solution)
+        assert test.failure is None or test.failure.message == "four"
+        assert test.output == "fine\n"
+
+
+def test_names_of_python_mean_in_a_test_what_python_means(torch_trials):
+    """A variable called `sum` in a student's cell costs nobody the test; the student's function goes on using it."""
+    own = "import torch\nsum = max = 3\nlist = [1]\ntorch.set_default_dtype(torch.float64)\ndef double(x):\n    return x * max - x"
+    test = (
+        "import torch\ndef f(min):\n    return min\nassert f(3) == 3\n"
+        "assert sum([double(2), max(1, 2)]) == 6 and list('ab') == ['a', 'b']\n"
+        "assert torch.ones(1).dtype == torch.float32\nid = 5\nassert id == 5"
+    )
+    assert torch_trials.run([("double", own), ("test", test)], test="test")[-1].failure is None
+    without = torch_trials.run([("double", own), ("test", test)])[-1]
+    assert "not callable" in without.failure.message
+
+
+def test_what_the_setup_cell_sets_up_stays(tmp_path):
+    setup = "import ast\nclass Twice(ast.NodeTransformer):\n    def visit_Constant(self, node):\n        return ast.Constant(2 * node.value)\nget_ipython().ast_transformers.append(Twice())"
+    with Trials(tmp_path, setup, QUICK) as trials:
+        assert [o.output for o in tried(trials, "print(2)", "print(3)")] == ["4\n", "6\n"]
+
+
+# What Windows has not. Python runs a file of this name when it starts.
+WITHOUT_FORK = """import os, signal, sys
+for module, names in (
+    (os, "fork forkpty setsid killpg waitid"),
+    (signal, "setitimer SIGALRM SIGCHLD sigtimedwait pthread_sigmask SIGXFSZ SIGKILL"),
+):
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+sys.modules["resource"] = None
+"""
+
+
+@pytest.fixture
+def without_fork(tmp_path, monkeypatch) -> Path:
+    """A folder whose trials find themselves on a system without fork, signals and limits of resources."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_FORK)
+    monkeypatch.delattr(os, "killpg")
+    monkeypatch.setattr("trials.GRACE", 0.3)
+    return tmp_path
+
+
+def test_without_fork_each_trial_has_a_process_of_its_own(without_fork):
+    limits = Limits(cell_seconds=0.5, seconds=3, output=2000, memory=1500)
+    with Trials(without_fork, "import math, os", limits) as trials:
+        (fork,) = tried(trials, "print(hasattr(os, 'fork'))")
+        assert fork.output == "False\n"
+        first, bad, after = tried(trials, "os.pi = 3", "assert os.pi == 4, 'pi'", "os.pi")
+        assert bad.failure.message == "pi" and bad.failure.got == "`os.pi` is 3"
+        assert first.failure is after.failure is None
+        assert tried(trials, "assert not hasattr(os, 'pi')")[0].failure is None, "a new process"
+        before, loop, late = tried(trials, "print(1)", "while True: pass", "print(2)")
+        assert before.output == "1\n" and "longer than 0.5 s" in loop.failure.message
+        assert late.failure.message == "not run, because cell c1 ended the process"
+        (gone,) = tried(trials, "os._exit(3)")
+        assert gone.failure.kind == "Stopped"
+        assert tried(trials, "print('x' * 5000)")[0].output.startswith("x" * 2000)
+
+
+def test_without_fork_a_notebook_is_graded_as_elsewhere(without_fork, small, shapes):
+    wrong = "#| export\ndef double(x):\n    return 2 * x + 0.5"
+    handed_in(without_fork, "one", solved(shapes, double=wrong))
+    root = grading.stubbed_package(shapes, read_chapters(small), without_fork)
+    with Trials(root, "import llm_engine", QUICK) as trials:
+        path = without_fork / "one" / "11_shapes.ipynb"
+        verdicts = grading.grade_notebook(path, shapes, trials, 60)
+    assert [v.state for v in verdicts] == ["wrong", "right", "right"]
+    assert verdicts[0].message == "twice two is four. Here `double(2)` is 4.5"
+
+
+def alive(pid: int) -> bool:
+    import psutil
+
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="nothing to wait with")
+def test_a_trial_ends_with_the_program_that_started_it(tmp_path):
+    """Also where that was killed: a loop that nobody would end."""
+    place = tmp_path / "pid"
+    cell = f"import os\nopen({str(place)!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
+    program = f"""from pathlib import Path
+from trials import Trials
+
+Trials(Path({str(tmp_path)!r}), "").run([("a", {cell!r})])
+"""
+    env = ENV | {"PYTHONPATH": str(ROOT / "chapters")}
+    teacher = subprocess.Popen([sys.executable, "-c", program], env=env)
+    try:
+        wait_until(lambda: place.exists() and place.read_text())
+        pid = int(place.read_text())
+        assert alive(pid)
+    finally:
+        teacher.kill()
+        teacher.wait()
+    wait_until(lambda: not alive(pid))
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happens"
+        time.sleep(0.05)
 
 
 # ---- grading
