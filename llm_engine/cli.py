@@ -760,7 +760,8 @@ def note(text: str) -> None:
 
 
 def read_rest(line: str) -> str:
-    """The whole message that begins with `line`: more lines are read inside triple quotes and after a backslash."""
+    """The whole message that begins with `line`: more lines are read inside triple quotes and
+    after a backslash."""
     if line.lstrip().startswith('"""'):
         lines = [line.lstrip()[3:]]
         while not lines[-1].rstrip().endswith('"""'):
@@ -773,7 +774,8 @@ def read_rest(line: str) -> str:
 
 
 def take_back(talk: Chat) -> str | None:
-    """Take the last question and its answer out of a conversation; the question, or None if there is none."""
+    """Take the last question and its answer out of a conversation; the question, or None if
+    there is none."""
     asked = [at for at, message in enumerate(talk.messages) if message["role"] == "user"]
     if not asked:
         return None
@@ -783,7 +785,8 @@ def take_back(talk: Chat) -> str | None:
 
 
 def answer(talk: Chat, text: str, stats: bool = False) -> None:
-    """Print one answer of a chat as it comes. Ctrl-C ends it, and what cannot be answered changes nothing."""
+    """Print one answer of a chat as it comes. Ctrl-C ends it, and what cannot be answered
+    changes nothing."""
     before, live, reused, stopped = list(talk.messages), LiveStats(), 0, False
     try:
         with between_steps() as asked, contextlib.closing(talk.stream(text)) as chunks:
@@ -852,7 +855,8 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    It needs a chat template. /help lists what can be typed besides messages; Ctrl-C stops an answer, Ctrl-D leaves.
+    It needs a chat template. /help lists what can be typed besides messages; Ctrl-C stops an
+    answer, Ctrl-D leaves.
     """
     values = sampling_values(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -864,7 +868,8 @@ def chat(
     )
     params = request_params(engine, suggested, 512, values)
     talk = Chat(engine, system=system, params=params)
-    # no template, or one that takes no instructions: better said now than after the first question
+    # no template, or one that takes no instructions: better said now than after the first
+    # question
     engine.tokenizer.render_chat([*talk.messages, {"role": "user", "content": "Hello"}])
     with contextlib.suppress(ImportError):  # line editing and history, where Python has it
         import readline  # noqa: F401

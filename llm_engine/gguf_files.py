@@ -82,17 +82,20 @@ from llm_engine.weights import (
 
 # %% chapters/34_gguf.ipynb #gguf-error
 class GGUFError(WeightsError):
-    """A GGUF file cannot be used; the message says which file, what is wrong with it, and what to do."""
+    """A GGUF file cannot be used; the message says which file, what is wrong with it, and what
+    to do."""
 
 
 # %% chapters/34_gguf.ipynb #gguf-strings
 def read_strings(data: bytes | mmap.mmap, at: int, count: int) -> tuple[list[str], int]:
     """`count` strings that begin at byte `at` of `data`, and where the next value begins.
 
-    Raises `struct.error` if the data end before a length does, `GGUFError` if they end inside a string.
+    Raises `struct.error` if the data end before a length does, `GGUFError` if they end inside
+    a string.
     """
-    # Each string: 8 bytes for its length (struct "<Q"), then that many bytes of UTF-8. A length may be a lie: compare
-    # at + length with len(data) before you cut, since a slice that reaches too far is silently short.
+    # Each string: 8 bytes for its length (struct "<Q"), then that many bytes of UTF-8. A
+    # length may be a lie: compare at + length with len(data) before you cut, since a slice
+    # that reaches too far is silently short.
     strings, length_at, end_of_data = [], struct.Struct("<Q").unpack_from, len(data)
     for _ in range(count):
         (length,) = length_at(data, at)
@@ -109,7 +112,8 @@ STRING, ARRAY = 8, 9
 
 
 def read_value(data: bytes | mmap.mmap, at: int, kind: int, depth: int = 0) -> tuple[Any, int]:
-    """One value of the metadata, of the kind that GGUF numbers `kind`, and where the next one begins.
+    """One value of the metadata, of the kind that GGUF numbers `kind`, and where the next one
+    begins.
 
     Raises as `read_strings` does, and `GGUFError` for a kind it does not know.
     """
@@ -219,7 +223,8 @@ def _not_gguf(start: bytes, size: int) -> str:
 
 
 def _unreadable(kinds: dict[str, int], path: Path) -> GGUFError:
-    """The error that names the types which cannot be read, and a way out. kinds: tensor name -> number of its type."""
+    """The error that names the types which cannot be read, and a way out. kinds: tensor name
+    -> number of its type."""
     from gguf import GGMLQuantizationType
 
     def name(kind: int) -> str:
@@ -238,7 +243,8 @@ def _unreadable(kinds: dict[str, int], path: Path) -> GGUFError:
 def read_gguf_header(path: str | Path) -> GGUFHeader:
     """The header of a GGUF file: metadata and the table of tensors. Reads no weights.
 
-    Everything is checked against the size of the file, so that a damaged one is noticed here. Raises `GGUFError`.
+    Everything is checked against the size of the file, so that a damaged one is noticed here.
+    Raises `GGUFError`.
     Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     path = Path(path)
@@ -331,7 +337,8 @@ class _Blocks(NamedTuple):
 
 
 def gguf_of(folder: str | Path) -> Path:
-    """The GGUF file that a folder holds, or that a companion folder points to. Raises `GGUFError`."""
+    """The GGUF file that a folder holds, or that a companion folder points to. Raises
+    `GGUFError`."""
     folder = Path(folder)
     if (folder / POINTER).exists():
         pointer = json.loads((folder / POINTER).read_text("utf8"))
@@ -354,9 +361,11 @@ def gguf_of(folder: str | Path) -> Path:
 
 @LOADERS.register("gguf")
 class GGUFCheckpoint:
-    """The weights of a Llama model in one GGUF file, under the names and in the row order of a Hugging Face folder.
+    """The weights of a Llama model in one GGUF file, under the names and in the row order of a
+    Hugging Face folder.
 
-    Opening reads the header only. `read` unpacks what is stored in blocks to float32 and gives F16 and BF16 as they are.
+    Opening reads the header only. `read` unpacks what is stored in blocks to float32 and gives
+    F16 and BF16 as they are.
     """
 
     @staticmethod
@@ -397,9 +406,11 @@ class GGUFCheckpoint:
         return BLOCK_TYPES[self.stored[name].kind]
 
     def raw(self, name: str) -> UInt8[Tensor, "rows bytes"]:
-        """The bytes of a tensor, row by row, with the rows of q and k back in Hugging Face's order.
+        """The bytes of a tensor, row by row, with the rows of q and k back in Hugging Face's
+        order.
 
-        Blocks lie along the rows, so whole rows can be moved as they are. A vector has a number in each row.
+        Blocks lie along the rows, so whole rows can be moved as they are. A vector has a
+        number in each row.
         """
         if name not in self.stored:
             raise GGUFError(f"{self.header.path}: has no tensor {name!r}")
@@ -416,7 +427,8 @@ class GGUFCheckpoint:
         return raw
 
     def stored_bytes(self, model: nn.Module, dtype: torch.dtype) -> int:
-        """Bytes of the parameters of `model` (it may be on the meta device) if what can stay packed does, and the rest is `dtype`."""
+        """Bytes of the parameters of `model` (it may be on the meta device) if what can stay
+        packed does, and the rest is `dtype`."""
         return sum(
             self.stored[row.source].bytes
             if scheme_of(self, model, row)
@@ -437,7 +449,8 @@ class GGUFCheckpoint:
 
 
 def check_whole(header: GGUFHeader) -> None:
-    """Raise `GGUFError` for one part of a model in several, or for another architecture than Llama."""
+    """Raise `GGUFError` for one part of a model in several, or for another architecture than
+    Llama."""
     parts, kind = header.field("split.count", 0), header.field("general.architecture")
     if parts > 1:
         raise GGUFError(
@@ -471,7 +484,8 @@ GGUF_PRE_TOKENIZERS["llama-bpe"] = PreTokenizer(_llama3, whole_first=True)
 
 # %% chapters/34_gguf.ipynb #sentencepiece
 def _proto_field(number: int, value: bytes | int | float) -> bytes:
-    """One field of a protocol buffer. Whole numbers are stored in sevens of bits, the lowest first."""
+    """One field of a protocol buffer. Whole numbers are stored in sevens of bits, the lowest
+    first."""
     kind = 5 if isinstance(value, float) else 0 if isinstance(value, int) else 2
 
     def sevens(n: int) -> bytes:
@@ -486,7 +500,8 @@ def _proto_field(number: int, value: bytes | int | float) -> bytes:
 def sentencepiece_model(field: Callable[[str, Any], Any]) -> dict[str, bytes]:
     """tokenizer.model, as the sentencepiece library wants it, from the lists that GGUF has.
 
-    Source of the numbers: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
+    Source of the numbers:
+    https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
     """
     lists = (field(f"tokenizer.ggml.{name}", None) for name in ("tokens", "scores", "token_type"))
     tokens, scores, types = lists
@@ -511,11 +526,13 @@ GGUF_TOKENIZERS["llama"] = sentencepiece_model
 def ramp_line(
     keep: Float[Tensor, "half"], turns: Float[Tensor, "half"]
 ) -> tuple[float, float] | None:
-    """Slope and intercept of the line keep = slope * turns + intercept through the pairs on the ramp, 0 < keep < 1.
+    """Slope and intercept of the line keep = slope * turns + intercept through the pairs on
+    the ramp, 0 < keep < 1.
 
     None if fewer than two pairs are on it. Both arguments in float64.
     """
-    # Which are on the ramp: leave out those closer than 1e-5 to either end. np.polyfit(x, y, 1) fits a line.
+    # Which are on the ramp: leave out those closer than 1e-5 to either end. np.polyfit(x, y,
+    # 1) fits a line.
     ramp = (keep > 1e-5) & (keep < 1 - 1e-5)
     if int(ramp.sum()) < 2:
         return None
@@ -525,11 +542,12 @@ def ramp_line(
 
 # %% chapters/34_gguf.ipynb #rope-scaling
 def rope_from_factors(factors: Float[Tensor, "half"], theta: float) -> dict[str, Any] | None:
-    """The `rope_scaling` of a config.json that divides the rotation speeds by these factors; None if all are 1.
+    """The `rope_scaling` of a config.json that divides the rotation speeds by these factors;
+    None if all are 1.
 
-    Only the ratios of low_freq_factor : high_freq_factor : original context matter, so low_freq_factor is taken as 1, or
-    as near to it as makes the context a whole number.
-    Raises `GGUFError` for factors that are not those of Llama 3.
+    Only the ratios of low_freq_factor : high_freq_factor : original context matter, so
+    low_freq_factor is taken as 1, or as near to it as makes the context a whole number. Raises
+    `GGUFError` for factors that are not those of Llama 3.
     """
     factors, D = factors.double(), 2 * len(factors)
     factor = float(factors.max())
@@ -561,8 +579,10 @@ def rope_from_factors(factors: Float[Tensor, "half"], theta: float) -> dict[str,
 
 
 def rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
-    """What config.json should say as `rope_scaling` for this file, or None. Raises `GGUFError` if it cannot be said."""
-    # Older files have a factor under another name, and do not say of which kind it is: it was always the linear one.
+    """What config.json should say as `rope_scaling` for this file, or None. Raises `GGUFError`
+    if it cannot be said."""
+    # Older files have a factor under another name, and do not say of which kind it is: it was
+    # always the linear one.
     old = header.field("llama.rope.scale_linear")
     factor = header.field("llama.rope.scaling.factor", old)
     kind = header.field("llama.rope.scaling.type", "linear" if old not in (None, 0, 1) else "none")
@@ -606,7 +626,8 @@ def _identity(path: Path) -> dict[str, Any]:
 
 
 def companion_pages(header: GGUFHeader) -> dict[str, bytes]:
-    """The small files of a model folder, name -> content, from what a GGUF file says of itself. Raises `GGUFError`."""
+    """The small files of a model folder, name -> content, from what a GGUF file says of
+    itself. Raises `GGUFError`."""
     check_whole(header)
     try:
         pages = describe_gguf(header.field, header.tensors.keys(), rope_scaling(header))
@@ -623,7 +644,8 @@ def companion_pages(header: GGUFHeader) -> dict[str, bytes]:
 
 @FILE_MODELS.register(".gguf")
 def gguf_folder(path: str | Path) -> Path:
-    """The companion folder of a GGUF file: config, tokenizer and a pointer to the file; written on first use.
+    """The companion folder of a GGUF file: config, tokenizer and a pointer to the file;
+    written on first use.
 
     A file that changes gets another folder. Raises `GGUFError`.
     """
@@ -656,8 +678,9 @@ STORED_SCHEMES = {
 
 def stored_blocks(raw: UInt8[Tensor, "rows bytes"], block: BlockType) -> Quantized:
     """The blocks of a matrix, sorted into codes, scales and offsets. Nothing is rounded."""
-    # View raw as [rows, groups, block.bytes]. The first two bytes of a block are the scale, and in Q4_1 the next two the
-    # offset; the codes follow, int8 in Q8_0. Bytes become float16 with .contiguous().view(torch.float16).
+    # View raw as [rows, groups, block.bytes]. The first two bytes of a block are the scale,
+    # and in Q4_1 the next two the offset; the codes follow, int8 in Q8_0. Bytes become float16
+    # with .contiguous().view(torch.float16).
     rows = len(raw)
     blocks = raw.reshape(rows, -1, block.bytes)
 
@@ -671,7 +694,8 @@ def stored_blocks(raw: UInt8[Tensor, "rows bytes"], block: BlockType) -> Quantiz
 
 # %% chapters/34_gguf.ipynb #keep-stored
 def scheme_of(checkpoint: GGUFCheckpoint, model: nn.Module, row: Row) -> Scheme | None:
-    """The scheme in which a tensor can stay as it is, or None. `model` as it was built, of float modules."""
+    """The scheme in which a tensor can stay as it is, or None. `model` as it was built, of
+    float modules."""
     owner, _, leaf = (row.target or "").rpartition(".")
     matrix = leaf == "weight" and isinstance(model.get_submodule(owner), nn.Linear | Embedding)
     return (
@@ -687,9 +711,11 @@ def keep_stored(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> None:
-    """Fill `model` from a GGUF file with its Q4_0, Q4_1 and Q8_0 matrices as they are; the rest is unpacked to `dtype`.
+    """Fill `model` from a GGUF file with its Q4_0, Q4_1 and Q8_0 matrices as they are; the
+    rest is unpacked to `dtype`.
 
-    Raises `GGUFError` for another checkpoint, and `WeightsError` before anything is changed if names or shapes do not fit.
+    Raises `GGUFError` for another checkpoint, and `WeightsError` before anything is changed if
+    names or shapes do not fit.
     """
     if not isinstance(checkpoint, GGUFCheckpoint):
         raise GGUFError(

@@ -73,12 +73,15 @@ def solve_scales(
     importance: Float32[Tensor, "groups group"],
     symmetric: bool,
 ) -> tuple[Float32[Tensor, "rows groups"], Float32[Tensor, "rows groups"] | None]:
-    """Scale (and offset) for which the codes fit the weights best: least squares, a small line fit in each group.
+    """Scale (and offset) for which the codes fit the weights best: least squares, a small line
+    fit in each group.
 
-    Where the codes of a group are all the same there is no best scale, and the result is not finite.
+    Where the codes of a group are all the same there is no best scale, and the result is not
+    finite.
     """
-    # Minimize sum of importance * (scale * code + offset - weight)². Without an offset: scale = sum(icw) / sum(icc), where
-    # i, c, w are importance, code and weight. With one, the slope and the intercept of a weighted regression line.
+    # Minimize sum of importance * (scale * code + offset - weight)². Without an offset: scale
+    # = sum(icw) / sum(icc), where i, c, w are importance, code and weight. With one, the slope
+    # and the intercept of a weighted regression line.
     weighted = importance * codes
     cc, cw = (weighted * codes).sum(-1), (weighted * grouped).sum(-1)
     if symmetric:
@@ -99,10 +102,11 @@ def fit_scales(
     importance: Float32[Tensor, "groups group"],
     scheme: Scheme,
 ) -> tuple[Float16[Tensor, "rows groups"], Float16[Tensor, "rows groups"] | None]:
-    """Scales (and offsets) with a small weighted squared error: round, solve for the scale, round again, …
+    """Scales (and offsets) with a small weighted squared error: round, solve for the scale,
+    round again, …
 
-    Each step can only lower the error, and ends in the nearest valley; so the search begins at two places. The scale of
-    round-to-nearest is kept where nothing better was found.
+    Each step can only lower the error, and ends in the nearest valley; so the search begins at
+    two places. The scale of round-to-nearest is kept where nothing better was found.
     """
     some = max(1, PIECE // grouped[0].numel())
     if len(grouped) > some:  # pieces that stay in the processor's cache take half the time
@@ -137,15 +141,18 @@ def fit_scales(
 def least_squares(
     weight: Float[Tensor, "rows columns"], scheme: Scheme, name: str = ""
 ) -> Quantized:
-    """Scales for the least squared error of the weights, all columns alike: a method that sees the weights alone."""
+    """Scales for the least squared error of the weights, all columns alike: a method that sees
+    the weights alone."""
     return _weighted(weight, scheme, name, torch.ones(weight.shape[1], device=weight.device))
 
 
 def weighted(loudness: Mapping[str, Float[Tensor, "columns"]]) -> Method:
-    """A method that minimizes the squared error of the *products*: a column counts as much as its input is loud.
+    """A method that minimizes the squared error of the *products*: a column counts as much as
+    its input is loud.
 
     `loudness`: for each module's name, the mean square of each input; see `collect_inputs`.
-    The same idea as llama.cpp's importance matrix: https://github.com/ggml-org/llama.cpp/pull/4861
+    The same idea as llama.cpp's importance matrix:
+    https://github.com/ggml-org/llama.cpp/pull/4861
     """
 
     def method(weight: Tensor, scheme: Scheme, name: str = "") -> Quantized:
@@ -203,8 +210,9 @@ def collect_inputs(
 ) -> dict[str, Tensor]:
     """Let the model read `ids` and listen to what goes into each linear module.
 
-    Gives for each name the mean of x² of every input column [columns]; with `products` the means of x_i x_j
-    [columns, columns], of which the first is the diagonal. Modules that read the same input share one tensor.
+    Gives for each name the mean of x² of every input column [columns]; with `products` the
+    means of x_i x_j [columns, columns], of which the first is the diagonal. Modules that read
+    the same input share one tensor.
     """
     found: dict[str, Tensor] = {}
     last: tuple = (
@@ -254,10 +262,12 @@ BLOCK = 64  # columns whose corrections are applied to the rest at once
 
 
 def gptq(products: Mapping[str, Float[Tensor, "columns columns"]], damping: float = 0.1) -> Method:
-    """A method that rounds one column after the other and lets those still to come make up for the error.
+    """A method that rounds one column after the other and lets those still to come make up for
+    the error.
 
-    `products`: for each module's name, the mean of x_i x_j over its inputs; see `collect_inputs`. Scales are those of
-    `weighted`, chosen beforehand; the loudest columns are rounded first, while there are many left to correct them.
+    `products`: for each module's name, the mean of x_i x_j over its inputs; see
+    `collect_inputs`. Scales are those of `weighted`, chosen beforehand; the loudest columns
+    are rounded first, while there are many left to correct them.
     Paper: https://arxiv.org/abs/2210.17323
     """
 
@@ -273,7 +283,8 @@ def gptq(products: Mapping[str, Float[Tensor, "columns columns"]], damping: floa
         order = loudness.argsort(descending=True, stable=True)
         moments = moments[order][:, order]
         moments.diagonal().add_(damping * loudness.mean() + 1e-30)
-        # Row j of `spread` says how an error in column j is best shared out among the columns after it.
+        # Row j of `spread` says how an error in column j is best shared out among the columns
+        # after it.
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
         spread = torch.linalg.cholesky(inverse, upper=True)
 
@@ -301,7 +312,8 @@ def gptq(products: Mapping[str, Float[Tensor, "columns columns"]], damping: floa
 def keep_worst(
     decibels: Mapping[str, float], count: int, scheme: Scheme = Scheme(8)
 ) -> dict[str, Scheme]:
-    """The `mixed` of `quantize_model` that gives the `count` modules with the fewest decibels another scheme.
+    """The `mixed` of `quantize_model` that gives the `count` modules with the fewest decibels
+    another scheme.
 
     Where two are equal, the name that comes first in the alphabet is taken.
     """

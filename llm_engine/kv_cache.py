@@ -26,9 +26,11 @@ from llm_engine.config import ModelConfig
 # %% chapters/20_kv_cache.ipynb #concat-cache
 @CACHES.register("concat")
 class ConcatCache:
-    """The smallest cache that is right: what a layer has kept and, behind it, what is new, joined by `torch.cat`.
+    """The smallest cache that is right: what a layer has kept and, behind it, what is new,
+    joined by `torch.cat`.
 
-    Each join copies all that was kept into a new tensor; `bytes_copied` counts it. Padding takes a slot.
+    Each join copies all that was kept into a new tensor; `bytes_copied` counts it. Padding
+    takes a slot.
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class ConcatCache:
     def append(
         self, layer: int, k: Float[Tensor, "B K T D"], v: Float[Tensor, "B K T D"], batch: Batch
     ) -> KV:
-        """What this layer has kept, and behind it the new tokens; nothing is permanent before `commit`."""
-        # Join old and new along the slots: axis 2 of keys and values, axis 1 of positions. Then count the bytes of the
-        # old keys and values in `bytes_copied`. The first time there is nothing old, and nothing is copied.
+        """What this layer has kept, and behind it the new tokens; nothing is permanent before
+        `commit`."""
+        # Join old and new along the slots: axis 2 of keys and values, axis 1 of positions.
+        # Then count the bytes of the old keys and values in `bytes_copied`. The first time
+        # there is nothing old, and nothing is copied.
         new = KV(k, v, batch.pos)
         old = self.kept.get(layer)
         if old is None:
@@ -99,8 +103,10 @@ class ConcatCache:
 
 # %% chapters/20_kv_cache.ipynb #cache-bytes
 def cache_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype, batch_size: int = 1) -> int:
-    """Bytes of the keys and values of `tokens` tokens in each of `batch_size` rows, stored in `dtype`."""
-    # A key and a value, for every layer, row, key/value head, token and component of a head. dtype.itemsize is in bytes.
+    """Bytes of the keys and values of `tokens` tokens in each of `batch_size` rows, stored in
+    `dtype`."""
+    # A key and a value, for every layer, row, key/value head, token and component of a head.
+    # dtype.itemsize is in bytes.
     numbers = (
         2 * config.num_hidden_layers * batch_size * config.num_key_value_heads * config.head_dim
     )
@@ -121,10 +127,12 @@ class Stage(NamedTuple):
 
 @runtime_checkable
 class SlotCache(Cache, Protocol):
-    """A cache with one place for every layer's keys and values, which a runner may read and write by itself.
+    """A cache with one place for every layer's keys and values, which a runner may read and
+    write by itself.
 
-    `stage` makes room for the new tokens and enters their positions; the runner then writes layer by layer, or calls
-    `append`, which does both. Unused slots hold finite numbers. Tensors may be replaced by `stage`: fetch them after it.
+    `stage` makes room for the new tokens and enters their positions; the runner then writes
+    layer by layer, or calls `append`, which does both. Unused slots hold finite numbers.
+    Tensors may be replaced by `stage`: fetch them after it.
     """
 
     keys: Float[Tensor, "L B K C D"]
@@ -137,12 +145,14 @@ class SlotCache(Cache, Protocol):
 # %% chapters/20_kv_cache.ipynb #static-cache
 @CACHES.register("static")
 class StaticCache:
-    """All memory at once, for `capacity` tokens a row (the whole context by default); the shapes never change.
+    """All memory at once, for `capacity` tokens a row (the whole context by default); the
+    shapes never change.
 
-    The token at position p lies in slot p; only a tree's nodes wait in the last slots until `commit` moves those that
-    are kept. The very last slot, number `capacity`, takes padding and is never looked at: slot -1, as Python counts.
-    On a device other than the CPU, `append` and `commit()` read no value back, so they can go into a CUDA graph; the
-    price is that wrong positions are not noticed there. Raises `CacheError` where tokens do not fit.
+    The token at position p lies in slot p; only a tree's nodes wait in the last slots until
+    `commit` moves those that are kept. The very last slot, number `capacity`, takes padding
+    and is never looked at: slot -1, as Python counts. On a device other than the CPU, `append`
+    and `commit()` read no value back, so they can go into a CUDA graph; the price is that
+    wrong positions are not noticed there. Raises `CacheError` where tokens do not fit.
     """
 
     def __init__(
@@ -192,9 +202,11 @@ class StaticCache:
     # ---- one pass
 
     def stage(self, batch: Batch) -> Stage:
-        """Make room for the new tokens and enter their positions; a pass that was not committed is forgotten.
+        """Make room for the new tokens and enter their positions; a pass that was not
+        committed is forgotten.
 
-        Raises `CacheError` if they do not fit, and on the CPU also if their positions do not go on at `seen`.
+        Raises `CacheError` if they do not fit, and on the CPU also if their positions do not
+        go on at `seen`.
         """
         self._forget()
         B, T = batch.pos.shape
@@ -220,7 +232,8 @@ class StaticCache:
         return self._stage
 
     def _look(self, batch: Batch) -> tuple[int, bool]:
-        """Slots needed by the fullest row, and whether all rows have the same place for T tokens; checks positions."""
+        """Slots needed by the fullest row, and whether all rows have the same place for T
+        tokens; checks positions."""
         T, most, even = batch.pos.shape[1], 0, True
         lengths = self.seen.tolist()
         for row, (seen, positions) in enumerate(zip(lengths, batch.pos.tolist(), strict=True)):
@@ -256,7 +269,8 @@ class StaticCache:
     def append(
         self, layer: int, k: Float[Tensor, "B K T D"], v: Float[Tensor, "B K T D"], batch: Batch
     ) -> KV:
-        """Write one layer's new tokens into their slots; the first layer of a pass stages it."""
+        """Write one layer's new tokens into their slots; the first layer of a pass stages
+        it."""
         if batch is not self._batch:
             self.stage(batch)
         if self._views is None:
@@ -274,7 +288,8 @@ class StaticCache:
         return KV(keys[layer], values[layer], pos)
 
     def _cut(self) -> tuple:
-        """Views of all layers: what a pass writes (None if row by row), and what it may look at."""
+        """Views of all layers: what a pass writes (None if row by row), and what it may look
+        at."""
         new, used = (None, None), self._stage.used
         if self._start is not None:
             end = self._start + self._batch.pos.shape[1]
@@ -287,7 +302,8 @@ class StaticCache:
         )
 
     def commit(self, keep: Int[Tensor, "B kept"] | None = None) -> None:
-        """Make the staged tokens permanent, all or those that `keep` names (a path of a tree, say); see `Cache`."""
+        """Make the staged tokens permanent, all or those that `keep` names (a path of a tree,
+        say); see `Cache`."""
         if self._batch is None:
             return
         pos = self._batch.pos
@@ -333,9 +349,11 @@ class StaticCache:
         self.pos.copy_(torch.where(self._slots < self.seen[:, None], self._slots, -1))
 
     def truncate(self, seen: int | Int[Tensor, "B"]) -> None:
-        """Roll back to `seen` tokens, for all rows or for each its own. Nothing is erased but positions."""
-        # What is staged is dropped. `seen` may shrink, never grow, and stays the same tensor. Then enter the positions
-        # that are left (`_enter_positions`), and set `_used` to the largest length that is left.
+        """Roll back to `seen` tokens, for all rows or for each its own. Nothing is erased but
+        positions."""
+        # What is staged is dropped. `seen` may shrink, never grow, and stays the same tensor.
+        # Then enter the positions that are left (`_enter_positions`), and set `_used` to the
+        # largest length that is left.
         limit = torch.as_tensor(seen, device=self.seen.device)
         if int(limit.min()) < 0:
             raise CacheError(f"cannot roll back to {int(limit.min())} tokens")
@@ -347,7 +365,8 @@ class StaticCache:
 
 # %% chapters/20_kv_cache.ipynb #growing-cache
 def grown(tokens: int, context: int) -> int:
-    """A capacity that holds `tokens`: one less than a power of two, as one slot more is for padding; at most the context, unless `tokens` is more."""
+    """A capacity that holds `tokens`: one less than a power of two, as one slot more is for
+    padding; at most the context, unless `tokens` is more."""
     return max(tokens, min(context, max(16, 1 << tokens.bit_length()) - 1))
 
 

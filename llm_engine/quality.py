@@ -37,10 +37,12 @@ BEGINNING = 1500  # characters of a topic that are read: the first paragraphs th
 
 
 def held_out_text() -> str:
-    """English that is on every machine and was not written for this: half of the topics of Python's own `help()`.
+    """English that is on every machine and was not written for this: half of the topics of
+    Python's own `help()`.
 
-    The beginning of each topic. Which half a topic is in follows from its name alone, so a topic that a newer Python
-    adds moves no other. Nothing may be tuned on this half; that is what `calibration_text` is for.
+    The beginning of each topic. Which half a topic is in follows from its name alone, so a
+    topic that a newer Python adds moves no other. Nothing may be tuned on this half; that is
+    what `calibration_text` is for.
     """
     return _topics(0)
 
@@ -63,7 +65,8 @@ def _topics(half: int) -> str:
 def windows(
     tokenizer: Any, text: str, length: int = 512, count: int | None = None
 ) -> Int[Tensor, "count length"]:
-    """The first tokens of a text, cut into `count` windows of `length` tokens (None: as many as there are).
+    """The first tokens of a text, cut into `count` windows of `length` tokens (None: as many
+    as there are).
 
     Raises `ValueError` if the text is too short.
     """
@@ -79,7 +82,8 @@ def windows(
 
 # %% chapters/31_int4.ipynb #perplexity
 class Quality(NamedTuple):
-    """How well a model predicts a text, and how it differs from a reference that read the same (NaN without one)."""
+    """How well a model predicts a text, and how it differs from a reference that read the same
+    (NaN without one)."""
 
     perplexity: float
     kl: float  # mean over the positions of KL(reference || model), in nats
@@ -93,10 +97,11 @@ def measure(
     reference: Iterable[Float[Tensor, "length V"]] = (),
     progress: bool = True,
 ) -> Quality:
-    """Read each window from its beginning, alone, and judge the prediction of its tokens 1, 2, …
+    """Read each window from its beginning, alone, and judge the prediction of its tokens 1, 2,
+    …
 
-    `reference`: for each window the logits of the model to compare with, see `window_logits`. One window's logits are
-    in memory at a time.
+    `reference`: for each window the logits of the model to compare with, see `window_logits`.
+    One window's logits are in memory at a time.
     """
     nll, kl, top1, reference = 0.0, 0.0, 0.0, iter(reference)
     for ids, logits in zip(windows, window_logits(model, windows, progress), strict=True):
@@ -116,14 +121,16 @@ def measure(
 def perplexity(
     model: nn.Module | Engine, windows: Int[Tensor, "count length"], progress: bool = True
 ) -> float:
-    """exp of the mean negative log-probability of the tokens 1, 2, … of each window, given those before them."""
+    """exp of the mean negative log-probability of the tokens 1, 2, … of each window, given
+    those before them."""
     return measure(model, windows, progress=progress).perplexity
 
 
 def window_logits(
     model: nn.Module | Engine, windows: Int[Tensor, "count length"], progress: bool = True
 ) -> Iterable[Float[Tensor, "length V"]]:
-    """The logits of each window, one after the other. An engine reads them with its runner and a cache of its own kind."""
+    """The logits of each window, one after the other. An engine reads them with its runner and
+    a cache of its own kind."""
     length = windows.shape[1]
     pos, rows = torch.arange(length)[None], torch.arange(length)[None]
     for ids in track(windows, "reading", len(windows), unit="windows", show=progress):
@@ -143,7 +150,8 @@ class Apart(NamedTuple):
 
 
 def compare_logits(reference_logits: Float[Tensor, "T V"], logits: Float[Tensor, "T V"]) -> Apart:
-    """Means over the rows: KL(reference || model) in nats, and how often the most likely token is the same."""
+    """Means over the rows: KL(reference || model) in nats, and how often the most likely token
+    is the same."""
     p, q = (x.float().log_softmax(-1) for x in (reference_logits, logits))
     kl = (p.exp() * (p - q)).sum(-1).double().mean().item()
     return Apart(max(kl, 0.0), (p.argmax(-1) == q.argmax(-1)).double().mean().item())
@@ -155,12 +163,14 @@ def sqnr(
     approximation: Float[Tensor, "rows columns"],
     loudness: Float[Tensor, "columns"] | None = None,
 ) -> float:
-    """Signal-to-quantization-noise ratio in decibels: 10 log10(sum of w² / sum of errors²); inf if nothing is lost.
+    """Signal-to-quantization-noise ratio in decibels: 10 log10(sum of w² / sum of errors²);
+    inf if nothing is lost.
 
-    `loudness`: the mean square of the number that each column is multiplied with. Then signal and noise are those of
-    the *product*, as if the inputs were not correlated.
+    `loudness`: the mean square of the number that each column is multiplied with. Then signal
+    and noise are those of the *product*, as if the inputs were not correlated.
     """
-    # Square the weights, and what is wrong with them. With a loudness, each column counts that much more. Then add up.
+    # Square the weights, and what is wrong with them. With a loudness, each column counts that
+    # much more. Then add up.
     signal, noise = weight.float().square(), (weight - approximation).float().square()
     if loudness is not None:
         signal, noise = signal * loudness, noise * loudness

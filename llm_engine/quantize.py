@@ -44,15 +44,18 @@ from llm_engine.progress import track
 
 # %% chapters/30_int8.ipynb #scheme
 class QuantizationError(ValueError):
-    """Something cannot be quantized, or not like this: the message names it and the way out."""
+    """Something cannot be quantized, or not like this: the message names it and the way
+    out."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How numbers are stored: in `bits` bits (8 or 4), with one scale for each `group_size` columns of a row.
+    """How numbers are stored: in `bits` bits (8 or 4), with one scale for each `group_size`
+    columns of a row.
 
-    `group_size` None: one scale for the whole row. `symmetric`: w = scale * q; otherwise w = scale * q + offset.
-    Scales and offsets are float16. Raises `QuantizationError` for a scheme that does not exist.
+    `group_size` None: one scale for the whole row. `symmetric`: w = scale * q; otherwise w =
+    scale * q + offset. Scales and offsets are float16. Raises `QuantizationError` for a scheme
+    that does not exist.
     """
 
     bits: int = 8
@@ -104,7 +107,8 @@ class Scheme:
         return columns + columns % 2 if self.bits == 4 else columns
 
     def groups(self, columns: int) -> int:
-        """Scales of a row of `columns` columns; the last group may be incomplete, so by ceiling."""
+        """Scales of a row of `columns` columns; the last group may be incomplete, so by
+        ceiling."""
         return -(-columns // self.group(columns))
 
     def width(self, columns: int) -> int:
@@ -125,7 +129,8 @@ class Scheme:
 class Quantized(NamedTuple):
     """A matrix of `rows` rows as a `Scheme` stores it.
 
-    8 bits: `packed` is int8, one q a column. 4 bits: uint8, two columns a byte (`pack_nibbles`), where the nibble u
+    8 bits: `packed` is int8, one q a column. 4 bits: uint8, two columns a byte
+    (`pack_nibbles`), where the nibble u
     0..15 means q = u - 8 if symmetric, else q = u.
     """
 
@@ -134,13 +139,15 @@ class Quantized(NamedTuple):
     offset: Float16[Tensor, "rows groups"] | None
 
 
-# Any way to choose scales and codes: (weight [rows, columns], scheme, name of the module for messages) -> Quantized
+# Any way to choose scales and codes: (weight [rows, columns], scheme, name of the module for
+# messages) -> Quantized
 Method = Callable[[Tensor, Scheme, str], Quantized]
 
 
 # %% chapters/30_int8.ipynb #nibbles
 def pack_nibbles(codes: UInt8[Tensor, "rows width"], group: int) -> UInt8[Tensor, "rows half"]:
-    """Two codes 0..15 to a byte. In each group, byte i holds column i (low) and column i + group/2 (high)."""
+    """Two codes 0..15 to a byte. In each group, byte i holds column i (low) and column i +
+    group/2 (high)."""
     rows, width = codes.shape
     low, high = codes.view(rows, width // group, 2, group // 2).unbind(2)
     return (low | (high << 4)).reshape(rows, width // 2)
@@ -161,7 +168,8 @@ def pack_codes(
     scheme: Scheme,
     columns: int,
 ) -> Quantized:
-    """Whole numbers q within `scheme.levels`, as they are stored; what lies in the padding is replaced by 0."""
+    """Whole numbers q within `scheme.levels`, as they are stored; what lies in the padding is
+    replaced by 0."""
     if scheme.bits == 8:
         packed = codes.to(torch.int8)
         packed[:, columns:] = 0
@@ -182,7 +190,8 @@ def check_weight(weight: Tensor, name: str = "") -> None:
         )
     if weight.is_meta:
         raise QuantizationError(f"{name} has no numbers yet (meta device): load the weights first")
-    # One pass each for the smallest and the largest, which hand NaN on: several times faster than to ask every number.
+    # One pass each for the smallest and the largest, which hand NaN on: several times faster
+    # than to ask every number.
     if not (weight.amin().isfinite() and weight.amax().isfinite()):
         row, column = (~weight.isfinite()).nonzero()[0].tolist()
         raise QuantizationError(
@@ -195,9 +204,11 @@ def check_weight(weight: Tensor, name: str = "") -> None:
 def group_columns(
     weight: Float[Tensor, "rows columns"], scheme: Scheme
 ) -> Float32[Tensor, "rows groups group"]:
-    """The columns cut into groups, in float32; an incomplete group is filled up with its row's last number.
+    """The columns cut into groups, in float32; an incomplete group is filled up with its row's
+    last number.
 
-    A number that is there already changes neither the smallest nor the largest of its group; a zero might.
+    A number that is there already changes neither the smallest nor the largest of its group; a
+    zero might.
     """
     rows, columns = weight.shape
     missing = scheme.width(columns) - columns
@@ -211,9 +222,11 @@ def group_columns(
 def float16_scale(
     scale: Float32[Tensor, "rows groups"], needed: Float32[Tensor, "rows groups"]
 ) -> Float16[Tensor, "rows groups"]:
-    """The nearest float16; where its size is less than `needed`, the next that is not. Signs are kept.
+    """The nearest float16; where its size is less than `needed`, the next that is not. Signs
+    are kept.
 
-    Float16 is coarse near zero (steps of 6e-8), so the nearest may be far too small there and cut numbers off.
+    Float16 is coarse near zero (steps of 6e-8), so the nearest may be far too small there and
+    cut numbers off.
     """
     nearest, up = scale.half(), needed.half()
     # For positive floats, the next larger one has the next larger bits.
@@ -225,9 +238,11 @@ def float16_scale(
 def find_scales(
     grouped: Float32[Tensor, "rows groups group"], scheme: Scheme
 ) -> tuple[Float16[Tensor, "rows groups"], Float16[Tensor, "rows groups"] | None]:
-    """The finest scale of each group, and its offset, with which no weight lies beyond the grid.
+    """The finest scale of each group, and its offset, with which no weight lies beyond the
+    grid.
 
-    With 4 bits, symmetric, the largest weight becomes -8, and one as large with the other sign is cut to 7.
+    With 4 bits, symmetric, the largest weight becomes -8, and one as large with the other sign
+    is cut to 7.
     """
     low, high = scheme.levels
     smallest, largest = grouped.amin(dim=-1), grouped.amax(dim=-1)
@@ -236,7 +251,8 @@ def find_scales(
         # The grid's middle comes to lie in the middle of the weights.
         offset = ((smallest + largest) / 2 - scale.half().float() * ((low + high) / 2)).half()
         middle = offset.float()
-        # A code may be off by half a step, so the grid reaches half a step farther than its outermost points.
+        # A code may be off by half a step, so the grid reaches half a step farther than its
+        # outermost points.
         needed = torch.maximum((largest - middle) / (high + 0.5), (middle - smallest) / (0.5 - low))
         return float16_scale(scale, needed), offset
     if scheme.bits == 8:
@@ -252,7 +268,8 @@ def check_scales(
     offset: Float16[Tensor, "rows groups"] | None = None,
     name: str = "",
 ) -> None:
-    """Raise `QuantizationError`, naming the place, for a scale or an offset that float16 cannot hold."""
+    """Raise `QuantizationError`, naming the place, for a scale or an offset that float16
+    cannot hold."""
     for what, numbers in (("offset", offset), ("scale", scale)):
         if numbers is not None and not numbers.isfinite().all():
             row, group = (~numbers.isfinite()).nonzero()[0].tolist()
@@ -266,16 +283,18 @@ def check_scales(
 def round_to_nearest(
     weight: Float[Tensor, "rows columns"], scheme: Scheme, name: str = ""
 ) -> Quantized:
-    """Each group's scale from its extremes, each weight to the nearest code. `name` is for messages.
+    """Each group's scale from its extremes, each weight to the nearest code. `name` is for
+    messages.
 
-    Raises `QuantizationError` for NaN, infinity, and numbers so large that their scale is no float16.
+    Raises `QuantizationError` for NaN, infinity, and numbers so large that their scale is no
+    float16.
     """
     check_weight(weight, name)
     grouped = group_columns(weight, scheme)
     scale, offset = find_scales(grouped, scheme)
     check_scales(scale, offset, name)
-    # Take the offset away (if there is one) and divide by the scale; where that is 0, by 1. Round, clamp to
-    # scheme.levels, and let pack_codes store it.
+    # Take the offset away (if there is one) and divide by the scale; where that is 0, by 1.
+    # Round, clamp to scheme.levels, and let pack_codes store it.
     step = scale.float()
     step = torch.where(step == 0, 1, step)  # a group of zeros: any step will do
     if offset is not None:
@@ -291,10 +310,12 @@ def dequantize(
     columns: int,
     rows: slice | list[int] | Int[Tensor, "some"] | None = None,
 ) -> Float32[Tensor, "some columns"]:
-    """The numbers that the codes stand for, without padding; of all rows, or only of those asked for."""
+    """The numbers that the codes stand for, without padding; of all rows, or only of those
+    asked for."""
     if rows is not None:
         q = Quantized(*(None if part is None else part[rows] for part in q))
-    # 4 bits: unpack, and subtract 8 if symmetric. Then scale * q (+ offset), group by group, and drop the padding.
+    # 4 bits: unpack, and subtract 8 if symmetric. Then scale * q (+ offset), group by group,
+    # and drop the padding.
     packed, scale, offset = q
     group = scheme.group(columns)
     if scheme.bits == 4:
@@ -311,10 +332,12 @@ def dequantize(
 
 # %% chapters/30_int8.ipynb #quantized-linear
 class QuantizedLinear(nn.Module):
-    """`nn.Linear` with a weight that is stored as a `Scheme` says, and decoded slice by slice when it is used.
+    """`nn.Linear` with a weight that is stored as a `Scheme` says, and decoded slice by slice
+    when it is used.
 
-    Parameters without gradients: `packed`, `scale`, `offset` (or None), as in `Quantized`, and `bias` (or None).
-    `.to(dtype)` leaves the first three as they are: to change their type would change the weights.
+    Parameters without gradients: `packed`, `scale`, `offset` (or None), as in `Quantized`, and
+    `bias` (or None). `.to(dtype)` leaves the first three as they are: to change their type
+    would change the weights.
     """
 
     def __init__(
@@ -348,7 +371,8 @@ class QuantizedLinear(nn.Module):
     def from_quantized(
         cls, q: Quantized, scheme: Scheme, columns: int, bias: Tensor | None = None
     ) -> "QuantizedLinear":
-        """A module around tensors that exist, without copying them. Raises `QuantizationError` if they do not fit."""
+        """A module around tensors that exist, without copying them. Raises `QuantizationError`
+        if they do not fit."""
         made = cls(columns, len(q.packed), scheme, device="meta")
         for name, value, wanted in zip(q._fields, q, made.quantized, strict=True):
             if (value is None) != (wanted is None) or (
@@ -429,9 +453,11 @@ def _describe(tensor: Tensor | None) -> str:
 
 # %% chapters/30_int8.ipynb #quantized-embedding
 class QuantizedEmbedding(nn.Module):
-    """Looks rows up in the storage of a quantized LM head that shares its table, and decodes only these, to `dtype`.
+    """Looks rows up in the storage of a quantized LM head that shares its table, and decodes
+    only these, to `dtype`.
 
-    It owns nothing: `packed`, `scale` and `offset` are the head's, so the model counts and moves them once.
+    It owns nothing: `packed`, `scale` and `offset` are the head's, so the model counts and
+    moves them once.
     """
 
     def __init__(self, head: QuantizedLinear, dtype: torch.dtype = torch.float32):
@@ -488,12 +514,14 @@ def quantize_model(
     method: Method = round_to_nearest,
     linear: type[QuantizedLinear] = QuantizedLinear,
 ) -> nn.Module:
-    """Replace every `nn.Linear` by a quantized one, in place and one at a time, and return the model.
+    """Replace every `nn.Linear` by a quantized one, in place and one at a time, and return the
+    model.
 
-    `skip`: names to leave alone (`*` stands for anything). `mixed`: name -> a scheme of its own, or None to leave it
-    alone; the first pattern that matches counts, and it counts more than `skip`. An embedding that shares the weight of
-    a module which is quantized reads that module's storage from then on. `linear`: the module to put in.
-    Raises `QuantizationError` before anything is changed: for a pattern that matches nothing, weights with NaN or so
+    `skip`: names to leave alone (`*` stands for anything). `mixed`: name -> a scheme of its
+    own, or None to leave it alone; the first pattern that matches counts, and it counts more
+    than `skip`. An embedding that shares the weight of a module which is quantized reads that
+    module's storage from then on. `linear`: the module to put in. Raises `QuantizationError`
+    before anything is changed: for a pattern that matches nothing, weights with NaN or so
     large that their scale is no float16, and a module that is quantized already.
     """
     mixed = mixed or {}
@@ -537,7 +565,8 @@ def _choose(
 
 
 def _swap(model: nn.Module, name: str, new: QuantizedLinear) -> None:
-    """Put `new` in the place of a linear module, and of the embedding that shared its weight."""
+    """Put `new` in the place of a linear module, and of the embedding that shared its
+    weight."""
     weight = model.get_submodule(name).weight
     for other, module in list(model.named_modules()):
         if isinstance(module, Embedding) and module.weight is weight:
@@ -555,11 +584,14 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 def quantize_rows(
     x: Float[Tensor, "*batch columns"],
 ) -> tuple[Int8[Tensor, "*batch columns"], Float32[Tensor, "*batch"]]:
-    """Each row in 8 bits, symmetric, with a scale of its own from what is in it: x is about scale * q.
+    """Each row in 8 bits, symmetric, with a scale of its own from what is in it: x is about
+    scale * q.
 
-    A row of zeros has scale 0; a row with NaN or infinity has scale NaN or infinity, so that its products are NaN.
+    A row of zeros has scale 0; a row with NaN or infinity has scale NaN or infinity, so that
+    its products are NaN.
     """
-    # The scale in float32: each row's largest size over 127. Divide, round, and convert to int8.
+    # The scale in float32: each row's largest size over 127. Divide, round, and convert to
+    # int8.
     x = x.float()
     scale = x.abs().amax(dim=-1) / 127
     step = torch.where(scale == 0, 1, scale)
@@ -570,9 +602,11 @@ def quantize_rows(
 def int_product(
     a: Int8[Tensor, "rows columns"], b: Int8[Tensor, "outs columns"]
 ) -> Int32[Tensor, "rows outs"]:
-    """a @ b.T with every product and every sum a whole number; exact for up to 131,000 columns.
+    """a @ b.T with every product and every sum a whole number; exact for up to 131,000
+    columns.
 
-    Computed in float32, 1024 columns at a time: 1024 * 128 * 128 is 2**24, and up to there float32 has every whole number.
+    Computed in float32, 1024 columns at a time: 1024 * 128 * 128 is 2**24, and up to there
+    float32 has every whole number.
     """
     total = torch.zeros(len(a), len(b), dtype=torch.int32, device=a.device)
     for first in range(0, a.shape[1], 1024):
@@ -583,7 +617,8 @@ def int_product(
 
 # %% chapters/30_int8.ipynb #dynamic-linear
 class DynamicLinear(QuantizedLinear):
-    """A linear layer whose inputs are rounded to 8 bits as they come, so that the product is one of integers (W8A8).
+    """A linear layer whose inputs are rounded to 8 bits as they come, so that the product is
+    one of integers (W8A8).
 
     For weights in 8 bits with one scale a row; `QuantizationError` otherwise.
     """

@@ -38,10 +38,11 @@ from llm_engine.sampler import SamplingParams
 class Stream(Iterator[Chunk]):
     """An answer while it is being written: chunks on demand, and a way to stop.
 
-    `with Stream(engine, prompt) as chunks:` closes it however the block is left. Once closed, nothing is computed any
-    more and the iterator is at its end, but `completion` still tells how far it came. An error inside a step closes it
-    too. The prompt is checked when the stream is made; nothing is computed before the first chunk is asked for.
-    record, after: as for `Engine.start`.
+    `with Stream(engine, prompt) as chunks:` closes it however the block is left. Once closed,
+    nothing is computed any more and the iterator is at its end, but `completion` still tells
+    how far it came. An error inside a step closes it too. The prompt is checked when the
+    stream is made; nothing is computed before the first chunk is asked for. record, after: as
+    for `Engine.start`.
     """
 
     def __init__(
@@ -95,10 +96,12 @@ def stream_to(
     *,
     record: int = 0,
 ) -> Completion:
-    """Call `on_chunk` with each chunk as it comes, and return the whole; what `on_chunk` returns is ignored.
+    """Call `on_chunk` with each chunk as it comes, and return the whole; what `on_chunk`
+    returns is ignored.
 
-    A callback that raises `StopStreaming` ends the answer (then `finish_reason` is None, unless it was over anyway); any
-    other error ends it too, and reaches the caller. Raises `TypeError` for a coroutine function.
+    A callback that raises `StopStreaming` ends the answer (then `finish_reason` is None,
+    unless it was over anyway); any other error ends it too, and reaches the caller. Raises
+    `TypeError` for a coroutine function.
     """
     if inspect.iscoroutinefunction(on_chunk):
         raise TypeError(
@@ -122,8 +125,9 @@ _workers_lock = threading.Lock()
 def _worker(engine: Engine) -> ThreadPoolExecutor:
     """The one thread that computes for `engine`; it ends with the engine.
 
-    One, because steps that run at the same time would fight for the same cores (and some kernels must not run twice at
-    once). Steps of several streams queue up there, so the streams take turns.
+    One, because steps that run at the same time would fight for the same cores (and some
+    kernels must not run twice at once). Steps of several streams queue up there, so the
+    streams take turns.
     """
     with _workers_lock:
         if engine not in _workers:
@@ -133,11 +137,13 @@ def _worker(engine: Engine) -> ThreadPoolExecutor:
 
 # %% chapters/21_streaming.ipynb #astream
 class AsyncStream(AsyncIterator[Chunk]):
-    """A `Stream` for `async for`: each step runs in the engine's worker thread, and the event loop stays free.
+    """A `Stream` for `async for`: each step runs in the engine's worker thread, and the event
+    loop stays free.
 
-    Nothing runs ahead of the reader. Cancelling the reader, or `aclose()`, stops the work after the step that is
-    running, and returns when that step is over: from then on nothing touches the request or its cache. (A second
-    cancellation does not wait.) `async with` closes it too. An error in a step is raised where the chunk is awaited.
+    Nothing runs ahead of the reader. Cancelling the reader, or `aclose()`, stops the work
+    after the step that is running, and returns when that step is over: from then on nothing
+    touches the request or its cache. (A second cancellation does not wait.) `async with`
+    closes it too. An error in a step is raised where the chunk is awaited.
     """
 
     def __init__(self, stream: Stream):
@@ -213,12 +219,15 @@ def _texts(pieces: Iterable[Chunk | str]) -> Iterator[str]:
 
 
 def regroup(pieces: Iterable[Chunk | str], first: Callable[[str], int]) -> Iterator[str]:
-    """A stream's text in other pieces: `first(text)` is the length of the first one in `text` that is complete, or 0.
+    """A stream's text in other pieces: `first(text)` is the length of the first one in `text`
+    that is complete, or 0.
 
-    What is left at the end comes as one last piece; together they are the whole text. Closing closes the stream.
+    What is left at the end comes as one last piece; together they are the whole text. Closing
+    closes the stream.
     """
     with closing(_texts(pieces)) as texts:
-        # Collect text in `held`; as long as its beginning is a complete piece, yield that and keep the rest.
+        # Collect text in `held`; as long as its beginning is a complete piece, yield that and
+        # keep the rest.
         held = ""
         for text in texts:
             held += text
@@ -241,10 +250,11 @@ _WORD = re.compile(
 
 
 def by_words(pieces: Iterable[Chunk | str]) -> Iterator[str]:
-    """A stream's text word by word, each with the blanks before it, as soon as it is certain that the word is over.
+    """A stream's text word by word, each with the blanks before it, as soon as it is certain
+    that the word is over.
 
-    Chinese characters and kana are a word each, with the punctuation that follows. (Thai and other scripts without
-    spaces come in longer pieces.)
+    Chinese characters and kana are a word each, with the punctuation that follows. (Thai and
+    other scripts without spaces come in longer pieces.)
     """
     return regroup(pieces, lambda text: match.end() if (match := _WORD.match(text)) else 0)
 
@@ -262,30 +272,35 @@ _SIGNS |= {code: f"<U+{code:04X}>" for code in range(0x7F, 0xA0)}
 def for_terminal(text: str) -> str:
     """Control characters as signs that can be seen, line breaks and tabs excepted.
 
-    A terminal obeys them: they move the cursor, hide text, change the title. A model's words must not.
+    A terminal obeys them: they move the cursor, hide text, change the title. A model's words
+    must not.
     """
     return text.translate(_SIGNS)
 
 
 # %% chapters/21_streaming.ipynb #percentile
 def percentile(values: Sequence[float | int], percent: float | int) -> float | int:
-    """The smallest of `values` that at least `percent` % of them do not exceed (the nearest rank; 50 is the median).
+    """The smallest of `values` that at least `percent` % of them do not exceed (the nearest
+    rank; 50 is the median).
 
     Raises `ValueError` for no values, and for a percentage outside 0 to 100.
     """
     if not values or not 0 <= percent <= 100:
         raise ValueError(f"the {percent}th percentile of {len(values)} values is not defined")
-    # Sorted, it is the value at the place percent/100 of the way, rounded up; places are counted from 1.
+    # Sorted, it is the value at the place percent/100 of the way, rounded up; places are
+    # counted from 1.
     place = math.ceil(len(values) * percent / 100)
     return sorted(values)[max(place, 1) - 1]
 
 
 # %% chapters/21_streaming.ipynb #live-stats
 class LiveStats:
-    """How an answer feels to who waits for it. Make one when the question is asked, and `add` each chunk as it arrives.
+    """How an answer feels to who waits for it. Make one when the question is asked, and `add`
+    each chunk as it arrives.
 
-    Unlike `Timings`, which add up the engine's work, this is time on the wall: with waiting in a queue, and with what the
-    reader does in between. Of several tokens that come in one chunk, each took its share of the wait.
+    Unlike `Timings`, which add up the engine's work, this is time on the wall: with waiting in
+    a queue, and with what the reader does in between. Of several tokens that come in one
+    chunk, each took its share of the wait.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -330,7 +345,8 @@ class LiveStats:
         return len(self.gaps) / total if total > 0 else None
 
     def latency(self, percent: float | int = 50) -> float | None:
-        """Seconds between tokens: `percent` % of the waits were not longer. None until there was one."""
+        """Seconds between tokens: `percent` % of the waits were not longer. None until there
+        was one."""
         return percentile(self.gaps, percent) if self.gaps else None
 
     def __str__(self) -> str:
@@ -347,8 +363,8 @@ class LiveStats:
 # %% chapters/21_streaming.ipynb #between-steps
 @contextmanager
 def between_steps() -> Iterator[threading.Event]:
-    """Within, the first Ctrl-C sets the event and does no more, so that it can be obeyed between two steps; a second one
-    interrupts as usual.
+    """Within, the first Ctrl-C sets the event and does no more, so that it can be obeyed
+    between two steps; a second one interrupts as usual.
 
     Only the main thread receives Ctrl-C: in another one the event is never set.
     """

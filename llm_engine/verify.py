@@ -76,18 +76,20 @@ from llm_engine.transformer import TorchRunner, Transformer, load_model
 
 # %% chapters/19_verify.ipynb #expected-shapes
 def expected_shapes(config: ModelConfig, B: int, T: int) -> dict[str, tuple[int, ...]]:
-    """What each module of a Llama-like model must return for B rows of T tokens, from the configuration alone.
+    """What each module of a Llama-like model must return for B rows of T tokens, from the
+    configuration alone.
 
-    Names are those of `named_modules()`, such as "layers.3.attn.probs"; one entry for each place of every layer, the
-    embedding, the final norm and the LM head.
+    Names are those of `named_modules()`, such as "layers.3.attn.probs"; one entry for each
+    place of every layer, the embedding, the final norm and the LM head.
     """
     H, F = config.hidden_size, config.intermediate_size
     V, L = config.vocab_size, config.num_hidden_layers
     N, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    # In a layer: attn_norm, attn.{q,k,v}_proj, attn.{q,k}_rotated, attn.scores, attn.probs, attn.heads, attn.o_proj,
-    # ffn_norm, ffn.gate_proj, ffn.up_proj, ffn.gated, ffn.down_proj, and the layer itself, "layers.3".
-    # Before and after the layers: embed, norm, lm_head. q_rotated, k_rotated and heads are [B, heads, T, D].
-    # N * D is what the projections of q and o are about: not always H.
+    # In a layer: attn_norm, attn.{q,k,v}_proj, attn.{q,k}_rotated, attn.scores, attn.probs,
+    # attn.heads, attn.o_proj, ffn_norm, ffn.gate_proj, ffn.up_proj, ffn.gated, ffn.down_proj,
+    # and the layer itself, "layers.3". Before and after the layers: embed, norm, lm_head.
+    # q_rotated, k_rotated and heads are [B, heads, T, D]. N * D is what the projections of q
+    # and o are about: not always H.
     layer = {
         "attn_norm": (B, T, H),
         "attn.q_proj": (B, T, N * D),
@@ -132,7 +134,8 @@ PROBES = ("q_rotated", "k_rotated", "scores", "probs", "heads")
 
 @contextmanager
 def _eager(model: Transformer) -> Iterator[None]:
-    """Attention step by step while we look: a fused kernel never forms scores and probabilities."""
+    """Attention step by step while we look: a fused kernel never forms scores and
+    probabilities."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, Attention):
@@ -153,9 +156,11 @@ def _keep_input(seen: dict[str, Tensor], name: str, module: nn.Module, args: Any
 def record_engine(
     model: Transformer, batch: Batch, names: Sequence[str]
 ) -> tuple[dict[str, Tensor], Exception | None]:
-    """Outputs of the named modules in one forward pass of our model, and the error that ended it early, if one did.
+    """Outputs of the named modules in one forward pass of our model, and the error that ended
+    it early, if one did.
 
-    A `Trace` (chapter 16) with hooks that only keep: no statistics are computed. Names that the model lacks are passed over.
+    A `Trace` (chapter 16) with hooks that only keep: no statistics are computed. Names that
+    the model lacks are passed over.
     """
     weight, modules = model.embed.weight, dict(model.named_modules())
     cache = CACHES["none"](model.config, len(batch.ids), weight.device, weight.dtype)
@@ -180,12 +185,15 @@ def record_engine(
 def relative_difference(
     found: Float[Tensor, "*rows D"], expected: Float[Tensor, "*rows D"]
 ) -> float:
-    """How far `found` is from `expected`, vector by vector: the largest |found - expected| / |expected|.
+    """How far `found` is from `expected`, vector by vector: the largest |found - expected| /
+    |expected|.
 
-    |v| is the length of a vector along the last axis, so that a large vector can't hide a small one. Computed in float64.
-    0 where both are zero; infinity where anything is not a number, or where something stands against nothing.
+    |v| is the length of a vector along the last axis, so that a large vector can't hide a
+    small one. Computed in float64. 0 where both are zero; infinity where anything is not a
+    number, or where something stands against nothing.
     """
-    # A vector of `expected` may have length 0, and any entry may be NaN: 0/0 and NaN > x both hide a difference.
+    # A vector of `expected` may have length 0, and any entry may be NaN: 0/0 and NaN > x both
+    # hide a difference.
     found, expected = found.double(), expected.double()
     if not (found.isfinite().all() and expected.isfinite().all()):
         return float("inf")
@@ -196,12 +204,14 @@ def relative_difference(
 
 # %% chapters/19_verify.ipynb #report
 class VerifyError(RuntimeError):
-    """The comparison can't be made: a missing library, or a model that the other side doesn't know."""
+    """The comparison can't be made: a missing library, or a model that the other side doesn't
+    know."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of a report. `relative` and `max_abs` are there where two tensors were compared."""
+    """One line of a report. `relative` and `max_abs` are there where two tensors were
+    compared."""
 
     name: str
     ok: bool
@@ -323,11 +333,13 @@ def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> nn
 def record_reference(
     reference: nn.Module, ids: Sequence[int], *, inside: bool = True
 ) -> dict[str, Tensor]:
-    """What transformers computes for one token list, in execution order, under our modules' names.
+    """What transformers computes for one token list, in execution order, under our modules'
+    names.
 
-    `inside=False` keeps the embedding, each layer's output, the final norm and the logits; True also what is within a
-    layer. q and k after rotation, scores, probabilities and heads are no modules there: they are caught by an attention
-    function of our own, registered through transformers' `AttentionInterface`.
+    `inside=False` keeps the embedding, each layer's output, the final norm and the logits;
+    True also what is within a layer. q and k after rotation, scores, probabilities and heads
+    are no modules there: they are caught by an attention function of our own, registered
+    through transformers' `AttentionInterface`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
@@ -376,7 +388,8 @@ def record_reference(
 
 # %% chapters/19_verify.ipynb #first-divergence
 def first_divergence(rows: Sequence[Check], tolerance: float) -> Check | None:
-    """The first row, in the order of execution, whose relative difference is not within the tolerance; None if all are.
+    """The first row, in the order of execution, whose relative difference is not within the
+    tolerance; None if all are.
 
     Rows that compare nothing (`relative` is None) are passed over.
     """
@@ -456,9 +469,10 @@ def compare_models(
 ) -> Report:
     """Run both models on the same token lists and compare what they compute, place by place.
 
-    Our model takes the rows as one padded batch, the reference one by one: so padding and neighbors are tested as well.
-    Give at least two rows: mistakes with the batch axis can't show in a batch of one. `tolerance` is on the relative
-    difference; default by dtype (`TOLERANCES`). `reference` may also be what `record_reference` gave for each row, for
+    Our model takes the rows as one padded batch, the reference one by one: so padding and
+    neighbors are tested as well. Give at least two rows: mistakes with the batch axis can't
+    show in a batch of one. `tolerance` is on the relative difference; default by dtype
+    (`TOLERANCES`). `reference` may also be what `record_reference` gave for each row, for
     comparing one recording with several models.
     """
     batch = side_by_side(rows, model.embed.weight.device)
@@ -491,7 +505,8 @@ def compare(
     inside: bool = True,
     tolerance: float | None = None,
 ) -> Report:
-    """Load a folder twice, with this engine and with transformers, and compare (see `compare_models`).
+    """Load a folder twice, with this engine and with transformers, and compare (see
+    `compare_models`).
 
     Prompts are texts or token ids. Raises `VerifyError` if transformers is missing.
     """
@@ -509,7 +524,8 @@ FAULTS = Registry("fault")
 
 @contextmanager
 def plant(model: Transformer, fault: str, layer: int = 0) -> Iterator[Transformer]:
-    """Make one layer of a model wrong in a known way, for as long as the `with` lasts. Names: `FAULTS`."""
+    """Make one layer of a model wrong in a known way, for as long as the `with` lasts. Names:
+    `FAULTS`."""
     with FAULTS[fault](model.layers[layer]):
         yield model
 
@@ -617,11 +633,13 @@ def no_residual(block: nn.Module) -> Any:
 
 # %% chapters/19_verify.ipynb #tiny-model
 def tiny_model(folder: str | Path, *, seed: int = 0, **config: Any) -> Path:
-    """Save a tiny Llama with random weights as transformers saves one (no tokenizer); returns the folder.
+    """Save a tiny Llama with random weights as transformers saves one (no tokenizer); returns
+    the folder.
 
-    Nothing is left where a mistake could hide: norm weights are not 1, biases not 0, epsilon counts, and queries and keys are large
-    enough for attention to be decided (with the usual 0.02 it is nearly uniform, and a wrong mask or rotation hardly shows).
-    Any field of the config can be named, such as num_key_value_heads=1 or rope_parameters={...}.
+    Nothing is left where a mistake could hide: norm weights are not 1, biases not 0, epsilon
+    counts, and queries and keys are large enough for attention to be decided (with the usual
+    0.02 it is nearly uniform, and a wrong mask or rotation hardly shows). Any field of the
+    config can be named, such as num_key_value_heads=1 or rope_parameters={...}.
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -658,7 +676,8 @@ def tiny_model(folder: str | Path, *, seed: int = 0, **config: Any) -> Path:
 
 # %% chapters/19_verify.ipynb #invariants
 def causal_difference(model: Transformer, ids: Sequence[int]) -> float:
-    """How much later tokens change what came before: logits of the first half alone against those within the whole.
+    """How much later tokens change what came before: logits of the first half alone against
+    those within the whole.
 
     0 up to rounding for a causal model. Needs no reference. The largest relative difference.
     """
@@ -669,7 +688,8 @@ def causal_difference(model: Transformer, ids: Sequence[int]) -> float:
 
 
 def batch_difference(model: Transformer, rows: Sequence[Sequence[int]]) -> float:
-    """How much padding and neighbors change a row: logits in a padded batch against those alone. The largest relative one."""
+    """How much padding and neighbors change a row: logits in a padded batch against those
+    alone. The largest relative one."""
     together, _ = record_engine(model, side_by_side(rows), ["lm_head"])
     worst = 0.0
     for i, row in enumerate(rows):
@@ -681,7 +701,8 @@ def batch_difference(model: Transformer, rows: Sequence[Sequence[int]]) -> float
 
 
 def bits_per_token(engine: Engine, ids: Sequence[int]) -> float:
-    """The average surprise at each next token of `ids`, in bits; log2(V) is what blind guessing gets."""
+    """The average surprise at each next token of `ids`, in bits; log2(V) is what blind
+    guessing gets."""
     logits = engine.logits(ids)[:-1].double()
     return float(F.cross_entropy(logits, torch.tensor(ids[1:], device=logits.device)) / math.log(2))
 
@@ -715,7 +736,8 @@ TEST_PROMPTS = (
 
 
 def shape_checks(engine: Engine, rows: Sequence[Sequence[int]]) -> list[Check]:
-    """First rung: every weight is finite, and every module returns the shape that config.json implies."""
+    """First rung: every weight is finite, and every module returns the shape that config.json
+    implies."""
     model = engine.model
     count = sum(p.numel() for p in model.parameters())
     bad = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
@@ -738,8 +760,8 @@ def shape_checks(engine: Engine, rows: Sequence[Sequence[int]]) -> list[Check]:
 def logit_checks(
     engine: Engine, rows: Sequence[Sequence[int]], reference: nn.Module | None
 ) -> list[Check]:
-    """Second rung: the same numbers as transformers at every place; without it, what must hold for any model (and holds
-    of itself where the numbers are the same)."""
+    """Second rung: the same numbers as transformers at every place; without it, what must hold
+    for any model (and holds of itself where the numbers are the same)."""
     model, tolerance, checks = engine.model, TOLERANCES[engine.dtype], []
     if reference is not None:
         report = compare_models(model, reference, rows)
@@ -787,7 +809,8 @@ def logit_checks(
 def text_checks(
     engine: Engine, known: KnownAnswer | None, reference: nn.Module | None, trained: bool
 ) -> list[Check]:
-    """Third rung: a text with a known answer; for other models, the text that transformers generates."""
+    """Third rung: a text with a known answer; for other models, the text that transformers
+    generates."""
     prompt = known.prompt if known else TEST_PROMPTS[0]
     ids = engine.encode(prompt)
     checks = []
@@ -822,7 +845,8 @@ def text_checks(
 
 
 def _same_text(engine: Engine, ids: list[int], ours: Sequence[int], reference: nn.Module) -> Check:
-    """Our greedy tokens against transformers' own `generate`; a near tie may be decided either way."""
+    """Our greedy tokens against transformers' own `generate`; a near tie may be decided either
+    way."""
     from transformers import GenerationConfig
 
     stop = sorted(engine.eos_ids)
@@ -851,8 +875,8 @@ def examine(
     trained: bool = True,
     title: str = "shapes, logits, text",
 ) -> Report:
-    """The three tests on an engine that is loaded. What happens inside is looked at with the torch runner; the text
-    comes from the engine as it is, with its own cache and runner."""
+    """The three tests on an engine that is loaded. What happens inside is looked at with the
+    torch runner; the text comes from the engine as it is, with its own cache and runner."""
     rows = [engine.encode(prompt) for prompt in TEST_PROMPTS]
     tests = {
         "shapes": lambda: shape_checks(engine, rows),
@@ -881,11 +905,13 @@ def self_test(
     cache: str | None = None,
     runner: str | None = None,
 ) -> Report:
-    """The three self-tests of the book on one model, in float32 on the CPU: shapes, logits, text.
+    """The three self-tests of the book on one model, in float32 on the CPU: shapes, logits,
+    text.
 
-    Without transformers, or with `reference=False`, the logits are held against what must be true of any model, and of
-    the default model against stored numbers. `trained=False` lets a model of random weights pass. `cache` and `runner`
-    are used for the text. Raises `HubError` if there is no such model; a model that doesn't load is a failed check.
+    Without transformers, or with `reference=False`, the logits are held against what must be
+    true of any model, and of the default model against stored numbers. `trained=False` lets a
+    model of random weights pass. `cache` and `runner` are used for the text. Raises `HubError`
+    if there is no such model; a model that doesn't load is a failed check.
     """
     folder = resolve(name_or_folder)
     title = f"{name_or_folder}: shapes, logits, text"
