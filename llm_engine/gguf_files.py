@@ -608,9 +608,8 @@ def rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
 
 
 # %% chapters/34_gguf.ipynb #gguf-companion
-LAYOUT = (
-    1  # raise it when `gguf_folder` writes something else: companion folders are then made again
-)
+# Raise it when `gguf_folder` writes something else: companion folders are then made again.
+LAYOUT = 1
 
 
 def _identity(path: Path) -> dict[str, Any]:

@@ -241,9 +241,8 @@ def regroup(pieces: Iterable[Chunk | str], first: Callable[[str], int]) -> Itera
 # %% chapters/21_streaming.ipynb #by-words
 # Letters of scripts that write no spaces: kana, and Chinese characters wherever they are used.
 _NO_SPACES = "\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-_STAYS = (
-    "、。，．！？；：）」』】》〉”’…\ufe00-\ufe0f"  # what never stands at the beginning of a line
-)
+# What never stands at the beginning of a line.
+_STAYS = "、。，．！？；：）」』】》〉”’…\ufe00-\ufe0f"
 _WORD = re.compile(
     rf"\s*(?:[^\s{_NO_SPACES}]+(?=[\s{_NO_SPACES}])|[{_NO_SPACES}][{_STAYS}]*(?=[^{_STAYS}]))"
 )
@@ -308,9 +307,8 @@ class LiveStats:
         self.begin = clock()
         self.tokens = 0
         self.first_token_seconds: float | None = None
-        self.first_text_seconds: float | None = (
-            None  # later, if the first tokens complete no character
-        )
+        # Later than the first token, if that completes no character.
+        self.first_text_seconds: float | None = None
         self.gaps: list[float] = []  # seconds from token to token
         self._last = self.begin
 

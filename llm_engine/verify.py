@@ -172,11 +172,10 @@ def record_engine(
             if name in modules:
                 hook = modules[name].register_forward_hook(partial(_keep_output, seen, name))
                 stack.callback(hook.remove)
+        # A planted or real fault may end in a shape error: report how far it came.
         try:
             TorchRunner(model).logits(batch, cache, every)
-        except (
-            Exception
-        ) as stopped:  # a planted or real fault may end in a shape error: report how far it came
+        except Exception as stopped:
             return seen, stopped
     return seen, None
 
@@ -885,13 +884,10 @@ def examine(
     }
     checks = []
     for name, test in track(tests.items(), "checking", unit="tests"):
+        # A broken model may fail anywhere: that is a finding.
         try:
             done = test()
-        except (
-            ValueError,
-            RuntimeError,
-            TypeError,
-        ) as error:  # a broken model may fail anywhere: that is a finding
+        except (ValueError, RuntimeError, TypeError) as error:
             done = [Check("runs to its end", False, note=_one_line(error))]
         checks += [replace(check, test=name) for check in done]
     return Report(title, tuple(checks))
