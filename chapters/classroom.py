@@ -12,11 +12,16 @@ For students, in the folder they were given:
     python chapters/sync.py                                      write llm_engine/ from your notebooks
     python chapters/classroom.py check 11                        test your exercises of chapter 11, one by one
     python chapters/classroom.py apply                           take over the overlays that lie in overlays/
+    python chapters/classroom.py bring ../OLD                    take over what you wrote in an earlier folder
 """
 
+import contextlib
+import difflib
 import json
 import shutil
+import signal
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -61,7 +66,8 @@ from trials import Limits, Trials
 
 FRAMES = "released"  # in a student's folder: the notebooks as they were handed out, for `check`
 TOOLS = ("sync.py", "classroom.py", "exercises.py", "trials.py")
-BEYOND = "# This cell needs a later chapter ({}). Below is what it shows once that is there."
+NEEDS = "# This cell needs a later chapter ("
+BEYOND = NEEDS + "{}). Below is what it shows once that is there."
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__.partition("\n")[0])
 out = Console(highlight=False)
@@ -319,7 +325,8 @@ Hand in the notebooks of these chapters.
 * A cell that says it needs a later chapter cannot run yet. What you see below it is what it will show.
 * Numbers and pictures under cells with `In [ ]` are the reference's. Running a cell replaces them by yours.
 
-To carry on in the folder of a later release, copy your notebooks over its own: `cp OLD/chapters/1*.ipynb NEW/chapters/`.
+To carry on here with what you wrote in an earlier folder: `.venv/bin/python chapters/classroom.py bring ../OLD`, with one or more folders. Do
+not copy notebooks by hand: a folder holds chapters that are complete beside those that you wrote, and one would replace the other.
 """
 
 
@@ -426,6 +433,100 @@ def keep_a_copy(path: Path, folder: Path) -> Path:
     return copy
 
 
+# ---- from one folder to the next
+
+
+def bring(old: list[Path], replace: set[str] = frozenset(), folder: Path = CHAPTERS) -> list[str]:
+    """Take over what a student wrote in earlier folders. Returns what was done, a line for each chapter.
+
+    Only chapters that were to be filled in there. What they wrote comes along as it is, and what they did not write is filled in
+    from the chapter that lies here, if that is complete. A chapter in which they have written here stays, unless it is named in
+    `replace`. What was here is kept in `mine/`.
+    """
+    places = [place / "chapters" if (place / "chapters").is_dir() else place for place in old]
+    for place in places:
+        if not (place / FRAMES).is_dir():
+            raise ClassroomError(f"{place} is no student's folder: it has no {FRAMES}/")
+        if place.resolve() == folder.resolve():
+            raise ClassroomError(f"{place} is this folder; name the one that you come from")
+    return [
+        bring_chapter(place / frame.name, frame, folder, replace)
+        for place in places
+        for frame in sorted((place / FRAMES).glob("*.ipynb"))
+    ]
+
+
+def bring_chapter(old: Path, frame_file: Path, folder: Path, replace: set[str]) -> str:
+    name, place, own_frame = old.stem, folder / old.name, folder / FRAMES / old.name
+    frame = Chapter(name, load(frame_file))
+    try:
+        found = {e.id: read_submission(old).find(e, frame) for e in frame.exercises.values()}
+    except SubmissionError as error:
+        return f"{name}: left as it is here, because of {old}: {error}"
+    if not any(f.state == "written" for f in found.values()):
+        return f"{name}: nothing of yours in {old}, nothing to do"
+    notebook, filled = load(old), []
+    here = load(place) if place.exists() else {"cells": []}
+    if here == notebook:
+        return f"{name}: is here already, nothing to do"
+    if own_frame.exists() and place.exists() and not {name, name[:2], "all"} & replace:
+        written = written_in(place, frame)
+        if written:
+            return (
+                f"{name}: left as it is here, where you have written {', '.join(written)}. To have the one of "
+                f"{old.parent.parent} in its place: --replace {name[:2]}"
+            )
+    given = {c["id"]: c for c in here["cells"] if c.get("id")}
+    if place.exists() and not own_frame.exists():  # complete, as it was due before
+        reference = Chapter(name, {"cells": [c for c in here["cells"] if c.get("id")]})
+        for exercise, its in found.items():
+            if its.state in ("stub", "missing") and exercise in reference.exercises:
+                put(
+                    notebook,
+                    reference,
+                    exercise,
+                    notebook["cells"][its.number - 1] if its.number else None,
+                )
+                filled.append(exercise)
+    for cell in notebook["cells"]:  # what can be run here, and could not be run there
+        new = given.get(cell.get("id"))
+        if new and NEEDS in source(cell) and plain_text(new) == plain_text(cell):
+            cell |= {"source": new["source"], "metadata": new["metadata"]}
+    said = f"{name}: yours"
+    if filled:
+        said += f", with {', '.join(filled)} from the reference"
+    if place.exists():
+        said += f" (what was here: mine/{keep_a_copy(place, folder.parent / 'mine').name})"
+    save(folder, name, notebook)
+    if not own_frame.exists():
+        own_frame.parent.mkdir(exist_ok=True)
+        shutil.copyfile(frame_file, own_frame)
+    return said
+
+
+def written_in(place: Path, frame: Chapter) -> list[str]:
+    """The exercises that a student has written in a notebook."""
+    try:
+        submission = read_submission(place)
+    except SubmissionError:
+        return ["what cannot be read"]
+    return [e.id for e in frame.exercises.values() if submission.find(e, frame).state == "written"]
+
+
+def plain_text(cell: dict) -> str:
+    return "\n".join(line for line in source(cell).split("\n") if not line.startswith(NEEDS))
+
+
+def load(path: Path) -> dict:
+    try:
+        notebook = json.loads(path.read_text("utf-8-sig"))
+        if isinstance(notebook["cells"], list):
+            return notebook
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ClassroomError(f"{path} is damaged: it cannot be read as a notebook")
+
+
 # ---- check
 
 
@@ -462,13 +563,11 @@ def check(place: Path, frame: Chapter, only: list[str], trials: Trials, step) ->
     for exercise in exercises:
         step(exercise)
         found = submission.find(exercise, frame)
-        if found.state in ("stub", "missing"):
+        if found.state != "written":
             verdicts.append(Verdict(exercise, found.state, "", found.notes, found))
             continue
         cells = own_cells(submission, frame, exercise, found)
         verdict = attempt(cells, exercise, found, trials, given=False)
-        if found.state == "overlaid":
-            verdict.notes += ("this is the reference, from an overlay",)
         tests = [c.code for c in submission.cells if exercise.test_id in (c.id, c.grade_id)]
         if not tests:
             verdict.notes += ("its test cell is gone from the notebook; here it was run anyway",)
@@ -510,6 +609,7 @@ WORDS = {
     "stub": "[dim]not written[/]",
     "missing": "[red]missing[/]",
     "waits": "[yellow]waits[/]",
+    "overlaid": "[dim]from the reference[/]",
     "unreadable": "[red]unreadable[/]",
 }
 
@@ -524,6 +624,11 @@ def advice(verdict: Verdict) -> str:
         text = (
             f"no cell with the id {exercise.id}, and none that defines {' or '.join(exercise.names)}. Copy the cell "
             f"back from chapters/{FRAMES}/{exercise.chapter}.ipynb"
+        )
+    if verdict.state == "overlaid":
+        text = (
+            "filled in by an overlay: it works, and earns no points. If what stands there now is yours, delete the "
+            f"line {OVERLAID}"
         )
     if verdict.state == "wrong" and (hint := hint_of(exercise)):
         text += f"\nHint in the cell: {hint}"
@@ -540,6 +645,17 @@ def hint_of(exercise: Exercise) -> str:
         at -= 1
         hint.insert(0, lines[at].strip().lstrip("# "))
     return " ".join(hint)
+
+
+def no_exercise(word: str, chapters: list[Chapter]) -> str:
+    """That there is no such exercise, which there are, and which one was meant."""
+    ids = {i: c for c in chapters for i in c.exercises}
+    near = difflib.get_close_matches(word.lower(), ids, 1, 0.5)
+    of = "; ".join(
+        f"chapter {c.name[:2]} has {', '.join(c.exercises)}" for c in chapters[:12] if c.exercises
+    )
+    meant = f" Did you mean {near[0]} (chapter {ids[near[0]].name[:2]})?" if near else ""
+    return f"{word}: no such exercise.{meant} {of[:1].upper()}{of[1:]}."
 
 
 def frames_of(folder: Path) -> dict[str, Chapter]:
@@ -607,22 +723,44 @@ def apply_command(
     out.print("Then: python chapters/sync.py")
 
 
+@app.command("bring")
+def bring_command(
+    old: Annotated[list[Path], typer.Argument(help="Folders that you worked in before.")],
+    replace: Annotated[
+        list[str],
+        typer.Option(help="A chapter, such as 15, to take over although you wrote in it here."),
+    ] = [],  # noqa: B006
+) -> None:
+    """Take over what you wrote in earlier folders; what you have written here stays."""
+    if not (CHAPTERS / FRAMES).is_dir():
+        raise ClassroomError("bring is for a student's folder, as `release` writes it")
+    for line in bring(old, set(replace)):
+        out.print(escape(line))
+    out.print("Then: python chapters/sync.py")
+
+
 @app.command("grade")
 def grade_command(
-    submissions: Annotated[Path, typer.Argument(help="A folder with a folder for each student.")],
+    submissions: Annotated[
+        Path, typer.Argument(help="A folder with a folder for each student, or a zip file of it.")
+    ],
     chapters: Annotated[
         list[str] | None, typer.Argument(help="What was due; all that is found if none.")
     ] = None,
-    to: Annotated[Path, typer.Option(help="A new folder for scores and feedback.")] = Path(
-        "graded"
-    ),
+    to: Annotated[
+        Path, typer.Option(help="A folder for scores and feedback: new, or the one of last time.")
+    ] = Path("graded"),
     seconds: Annotated[float, typer.Option(help="Each cell may take so long.")] = 60,
     total_seconds: Annotated[float, typer.Option(help="A notebook may take so long.")] = 600,
     memory: Annotated[int, typer.Option(help="MB that one exercise may take.")] = 6000,
     show_hidden: Annotated[bool, typer.Option(help="Show hidden tests in the feedback.")] = False,
+    again: Annotated[
+        bool, typer.Option(help="Grade also what was graded and is the same.")
+    ] = False,
 ) -> None:
     """Grade a folder of notebooks: points, and a page of feedback for each student.
 
+    Run again, it does what is missing or has changed.
     Their code is run with your rights: do this in a container, or as a user of its own.
     """
     if (CHAPTERS / FRAMES).is_dir():
@@ -633,22 +771,28 @@ def grade_command(
 
     from llm_engine.progress import progress_bar
 
-    if not submissions.is_dir():
-        raise ClassroomError(f"{submissions} is no folder")
-    if to.exists() and any(to.iterdir()):
-        raise ClassroomError(
-            f"{to} is not empty, and grading overwrites nothing. Name a new folder"
-        )
+    if not submissions.is_dir() and submissions.suffix.lower() != ".zip":
+        raise ClassroomError(f"{submissions} is no folder and no zip file")
+    if not submissions.exists():
+        raise ClassroomError(f"{submissions}: no such file")
+    if to.exists() and any(to.iterdir()) and not (to / "results").is_dir():
+        raise ClassroomError(f"{to} is not empty, and not from grading. Name a new folder")
     book = read_chapters()
-    handed, strays = grading.collect(submissions, book)
-    if not handed:
-        raise ClassroomError(f"no notebooks in {submissions}. " + " ".join(strays))
-    names = {name for student in handed for name in student.files}
-    due = chosen(chapters or sorted(names), book)
-    due = [chapter for chapter in due if chapter.exercises]
-    if not due:
-        raise ClassroomError("none of these notebooks is a chapter with exercises")
-    with progress_bar("grading", total=len(handed) * (len(due) + 1) + 1, unit="notebooks") as bar:
+    with contextlib.ExitStack() as stack:
+        room = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unpacked-")))
+        handed, strays = grading.collect(submissions, book, room)
+        if not handed:
+            raise ClassroomError(f"no notebooks in {submissions}. " + " ".join(strays))
+        names = {name for student in handed for name in student.files}
+        due = chosen(chapters or sorted(names), book)
+        due = [chapter for chapter in due if chapter.exercises]
+        if not due:
+            raise ClassroomError("none of these notebooks is a chapter with exercises")
+        with contextlib.suppress(ValueError):  # only where it can be caught
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stack.callback(signal.signal, signal.SIGTERM, before)
+        total = len(handed) * (len(due) + 1)
+        bar = stack.enter_context(progress_bar("grading", total=total, unit="notebooks"))
         begun = False
 
         def step(text: str) -> None:
@@ -658,16 +802,17 @@ def grade_command(
             begun = True
             bar.describe(text)
 
-        graded = grading.grade(
-            handed,
-            due,
-            book,
-            to,
-            limits=Limits(cell_seconds=seconds, memory=memory),
-            seconds=total_seconds,
-            show_hidden=show_hidden,
-            step=step,
-        )
+        limits = Limits(cell_seconds=seconds, memory=memory)
+        more = {"seconds": total_seconds, "show_hidden": show_hidden, "again": again, "step": step}
+        try:
+            graded = grading.grade(handed, due, book, to, limits=limits, **more)
+        except grading.Interrupted as stop:
+            stack.close()
+            out.print(
+                f"Stopped: {stop.done} of {stop.total} notebooks are graded, and in {to}/scores.csv. The same command "
+                "goes on from here; it does not grade them again."
+            )
+            raise typer.Exit(130) from None
     most = sum(e.points for c in due for e in c.exercises.values())
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     shown = due if len(due) <= 8 else []
@@ -683,6 +828,12 @@ def grade_command(
     out.print(
         f"{to}: scores.csv, details.csv, feedback/STUDENT/CHAPTER.html, nbgrader/gradebook.db"
     )
+    if kept := sum(result.kept for result in graded):
+        out.print(
+            f"{kept} notebooks are as they were when they were graded: not run again (--again)"
+        )
+    if gone := grading.Results(to / "results").names.keys() - {h.student for h in handed}:
+        out.print(escape(f"Graded before, and not in {submissions} now: {', '.join(sorted(gone))}"))
     if ungraded := sum(len(result.ungraded) for result in graded):
         out.print(f"{ungraded} exercises could not be graded, see the notes: grade these again")
         raise typer.Exit(1)
@@ -701,16 +852,25 @@ def check_command(
     only: list[str] = []
     every = {e.id for frame in frames.values() for e in frame.exercises.values()}
     for word in what or ["all"]:
-        path = Path(word)
+        path, exercise = Path(word), word.lower().replace("_", "-")
         if path.suffix == ".ipynb" and path.exists():
             found = [n for n in frames if path.stem == n or path.stem.startswith(n)]
             if not found:
                 raise ClassroomError(f"{word}: its name is none of {', '.join(frames)}")
             places[found[0]] = path
-        elif word in every:
-            only.append(word)
-        else:
+        elif exercise in every:
+            only.append(exercise)
+        elif path.suffix == ".ipynb" or word[:1].isdigit() or word == "all" or word in frames:
             places |= {c.name: CHAPTERS / f"{c.name}.ipynb" for c in chosen([word], frames)}
+        else:
+            raise ClassroomError(
+                no_exercise(word, [frames[n] for n in places] or [*frames.values()])
+            )
+    for word in only:
+        home = [n for n in frames if word in frames[n].exercises]
+        if places and not places.keys() & set(home):
+            there = no_exercise(word, [frames[n] for n in places])
+            raise ClassroomError(f"{there} There is one in {', '.join(home)}.")
     if only and not places:
         places = {
             n: CHAPTERS / f"{n}.ipynb"
@@ -722,7 +882,7 @@ def check_command(
     imports = [text for n in places for text in imports_of(frames[n])]
     count = sum(len([e for e in frames[n].exercises if not only or e in only]) for n in places)
     if not count:
-        raise ClassroomError("no such exercise in these chapters")
+        raise ClassroomError("there are no exercises in these chapters")
     verdicts = []
     errors = Console(stderr=True)
     with (
@@ -762,7 +922,7 @@ def check_command(
     score, most = sum(v.points for v in verdicts), sum(v.exercise.points for v in verdicts)
     out.print(f"{right} of {len(verdicts)} exercises right: {score:g} of {most:g} points")
     if (CHAPTERS / FRAMES).is_dir():
-        if any(v.state == "right" and v.found.state == "written" for v in verdicts):
+        if right:
             out.print("More tests are run when it is graded.")
         for note in package_notes(CHAPTERS):
             out.print(f"Note: {escape(note)}")

@@ -8,16 +8,23 @@ with the reference for all other exercises. What came of it is then put into the
 
 import contextlib
 import csv
+import dataclasses
+import hashlib
+import io
 import json
 import logging
 import os
 import re
+import shutil
+import stat
 import sys
 import tempfile
 import warnings
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import sync
@@ -34,10 +41,13 @@ from exercises import (
     read_submission,
     setup_of,
 )
-from trials import Limits, Trials
+from trials import Failure, Limits, Outcome, Trials
 
 ASSIGNMENT = "exercises"
 OURS = {"released", "mine", "overlays", ".ipynb_checkpoints", "__pycache__", ".venv", "venv"}
+MOODLE = re.compile(r"_assignsubmission_file_?")  # what it puts behind a student's name and number
+PROGRAMS = ("grading.py", "exercises.py", "trials.py")  # what grades depend on
+MOST_FILES, MOST_BYTES = 2_000, 500_000_000  # of one zip file
 
 
 # ---- finding what was handed in
@@ -52,34 +62,143 @@ class Handed:
     notes: list[str] = field(default_factory=list)
 
 
-def collect(folder: Path, book: dict[str, Chapter]) -> tuple[list[Handed], list[str]]:
+def collect(
+    folder: Path, book: dict[str, Chapter], room: Path | None = None
+) -> tuple[list[Handed], list[str]]:
     """Who handed in what, and remarks on files that belong to nobody.
 
     A folder for each student, with notebooks at any depth (nbgrader's submitted/STUDENT/ASSIGNMENT/ too), or files whose names
-    hold the student and the chapter: `li_15_attention.ipynb`.
+    hold the student and the chapter: `li_15_attention.ipynb`. Zip files are unpacked into `room`: one for each student, in the
+    student's folder or named after the student, or a single one that holds all of these, which may be `folder` itself.
     """
-    if (folder / "submitted").is_dir():
-        folder = folder / "submitted"
+    strays: list[str] = []
+    if folder.is_file():
+        opened = unpack(folder, room, strays) if room else None
+        handed, more = collect(opened, book, room) if opened else ([], [])
+        return handed, strays + more
+    folder = folder / "submitted" if (folder / "submitted").is_dir() else folder
+    entries = [e for e in sorted(folder.iterdir()) if not e.name.startswith(".")]
+    entries = [e for e in entries if not e.is_symlink() and e.name != "__MACOSX"]
+    work = [e for e in entries if e.is_dir() or e.suffix.lower() in (".ipynb", ".zip")]
     found: dict[str, Handed] = {}
-    strays = []
-    for entry in sorted(folder.iterdir()):
-        if entry.name.startswith(".") or entry.is_symlink():
-            continue
+    for entry in entries:
+        name = MOODLE.sub("", entry.name) or entry.name
         if entry.is_dir():
-            student = found.setdefault(entry.name, Handed(entry.name))
+            student = found.setdefault(name, Handed(name))
             take(student, sorted(notebooks_in(entry)), book, entry)
+            for archive in sorted(files_in(entry, ".zip")) if room else ():
+                if opened := unpack(archive, room, student.notes):
+                    take(student, sorted(notebooks_in(opened)), book, opened)
         elif entry.suffix == ".ipynb":
             chapter = chapter_of(entry, book)
-            name = re.sub(rf"[_\- ]*{chapter}[_\- ]*", "", entry.stem) if chapter else entry.stem
-            name = re.sub(r"(\s*\(\d+\)|-?Copy\d*)$", "", name) or entry.stem
+            name = student_of(entry, chapter)
             take(found.setdefault(name, Handed(name)), [entry], book, folder)
-        elif entry.suffix in (".zip", ".tar", ".gz", ".7z", ".rar"):
+        elif entry.suffix.lower() == ".zip" and room:
+            name = student_of(entry, next((n for n in book if n in entry.stem), None))
+            notes: list[str] = []
+            opened = unpack(entry, room, notes)
+            if opened and work == [entry] and is_a_class(opened, book):
+                handed, more = collect(opened, book, room)
+                return handed, strays + notes + more
+            student = found.setdefault(name, Handed(name))
+            student.notes += notes
+            if opened:
+                take(student, sorted(notebooks_in(opened)), book, opened)
+        elif entry.suffix.lower() in (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar"):
             strays.append(f"{entry.name}: unpack it first, into a folder named after the student")
     return list(found.values()), strays
 
 
+def student_of(path: Path, chapter: str | None) -> str:
+    """The student, from the name of a file that holds it beside the chapter's; the whole name if there is nothing else."""
+    name = re.sub(rf"[_\- ]*{chapter}[_\- ]*", "", path.stem) if chapter else path.stem
+    name = re.sub(r"(\s*\(\d+\)|-?Copy\d*)$", "", MOODLE.sub("", name))
+    return name or path.stem
+
+
+def is_a_class(folder: Path, book: dict[str, Chapter]) -> bool:
+    """Whether an unpacked zip file holds several students: folders side by side, or files with their names."""
+    folders = [f for f in folder.iterdir() if f.is_dir() and f.name not in OURS]
+    if any(f.name == "chapters" for f in folders):
+        return False  # a student's whole folder
+    files = list(folder.glob("*.ipynb"))
+    if not files:
+        return len(folders) > 1 or (folder / "submitted").is_dir()
+    named = [(p, n) for p in files for n in book if n in p.stem]
+    students = {student_of(path, name) for path, name in named} - {p.stem for p in files}
+    return len(students) > 1
+
+
+def unpack(archive: Path, room: Path, notes: list[str]) -> Path | None:
+    """The notebooks of a zip file, in a new folder in `room`; no link, and nothing outside of it. `notes` says what is left out.
+
+    A folder in it that holds all the rest is the one returned. None if the file cannot be read.
+    """
+    room.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=room))
+    left, size = [], 0
+    try:
+        with zipfile.ZipFile(archive) as file:
+            members = [m for m in file.infolist() if not m.is_dir()]
+            members = [m for m in members if m.filename.lower().endswith((".ipynb", ".zip"))]
+            if len(members) > MOST_FILES:
+                raise SubmissionError(f"{len(members):,} files; at most {MOST_FILES:,} are read")
+            for member in members:
+                parts = PurePosixPath(name_of(member).replace("\\", "/")).parts
+                if parts[0] == "__MACOSX" or parts[-1].startswith("._"):
+                    continue
+                odd = any(part in ("..", "/") or ":" in part or "\0" in part for part in parts)
+                if odd or stat.S_ISLNK(member.external_attr >> 16):
+                    left.append(parts[-1])
+                    continue
+                target = place.joinpath(*parts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with file.open(member) as source, target.open("wb") as copy:
+                    while block := source.read(1 << 20):
+                        size += len(block)
+                        if size > MOST_BYTES:
+                            raise SubmissionError(f"more than {MOST_BYTES:,} bytes in it")
+                        copy.write(block)
+    except (SubmissionError, zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+        reason = error if str(error) else "it is damaged"
+        notes.append(f"{archive.name}: it cannot be unpacked ({reason})")
+    except (RuntimeError, zlib.error):
+        notes.append(f"{archive.name}: it cannot be unpacked (a password, or it is damaged)")
+    else:
+        if left:
+            which = ", ".join(left[:5])
+            notes.append(f"{archive.name}: left out, since it is a link or lies elsewhere: {which}")
+        while len(inside := list(place.iterdir())) == 1 and only_folders(inside[0]):
+            place = inside[0]
+        return place
+    shutil.rmtree(place, ignore_errors=True)
+    return None
+
+
+def only_folders(place: Path) -> bool:
+    """A folder around several students' folders; a student's own has notebooks in it, or `chapters/`."""
+    inside = list(place.iterdir()) if place.is_dir() and place.name != "submitted" else []
+    names = {p.name for p in inside}
+    folders = all(p.is_dir() for p in inside) and "chapters" not in names
+    return folders and (len(inside) > 1 or names == {"submitted"})
+
+
+def name_of(member: zipfile.ZipInfo) -> str:
+    """A name that is UTF-8 without saying so is read as UTF-8."""
+    if not member.flag_bits & 0x800:
+        with contextlib.suppress(UnicodeError):
+            return member.filename.encode("cp437").decode("utf8")
+    return member.filename
+
+
 def notebooks_in(folder: Path) -> Iterable[Path]:
-    for path in folder.rglob("*.ipynb"):
+    return files_in(folder, ".ipynb")
+
+
+def files_in(folder: Path, suffix: str) -> Iterable[Path]:
+    for path in folder.rglob("*"):
+        if path.suffix.lower() != suffix:
+            continue
         inside = path.relative_to(folder).parts[:-1]
         hidden = any(part in OURS or part.startswith(".") for part in inside)
         if not hidden and path.is_file() and not path.is_symlink():
@@ -307,8 +426,8 @@ class Course:
     def __init__(self, folder: Path, chapters: list[Chapter]):
         from nbgrader.coursedir import CourseDirectory
 
-        self.folder, self.chapters = folder.resolve(), chapters
-        self.folder.mkdir(parents=True)
+        self.folder, self.chapters, self.feedbacks = folder.resolve(), chapters, {}
+        self.folder.mkdir(parents=True, exist_ok=True)
         # nbgrader starts alembic by its name; it lies beside python
         programs = str(Path(sys.executable).parent)
         if programs not in os.environ.get("PATH", "").split(os.pathsep):
@@ -316,7 +435,7 @@ class Course:
         self.log = logging.getLogger("nbgrader of the classroom")
         self.log.propagate = False
         self.log.setLevel(logging.INFO)
-        self.log.handlers = [logging.FileHandler(self.folder / "log.txt", "w", "utf8")]
+        self.log.handlers = [logging.FileHandler(self.folder / "log.txt", "a", "utf8")]
         self.directory = CourseDirectory(
             root=str(self.folder), assignment_id=ASSIGNMENT, log=self.log
         )
@@ -336,7 +455,7 @@ class Course:
 
         self.directory.student_id = "."
         with quiet():
-            GenerateAssignment(coursedir=self.directory, log=self.log).start()
+            GenerateAssignment(coursedir=self.directory, log=self.log, force=True).start()
 
     def grade(self, student: str, verdicts: dict[str, list[Verdict]]) -> None:
         """Hand one student's results to nbgrader, which counts the points."""
@@ -365,24 +484,43 @@ class Course:
                 notebook = page(chapter, verdicts[chapter.name], student)
                 self.write("submitted", student, notebook, chapter)
         self.directory.student_id = student
-        autograde = Autograde(coursedir=self.directory, log=self.log)
+        autograde = Autograde(coursedir=self.directory, log=self.log, force=True)
         autograde.autograde_preprocessors = [
             Results, LimitOutput, SaveAutoGrades, CheckCellMetadata,
         ]  # fmt: skip
         with quiet():
             autograde.start()
 
-    def feedback(self, show_hidden: bool) -> None:
-        """A page for each notebook that was graded."""
+    def feedback(self, student: str, show_hidden: bool) -> None:
+        """A page for each of a student's notebooks."""
+        from nbconvert.writers import FilesWriter
         from nbgrader.converters import GenerateFeedback
         from nbgrader.preprocessors import ClearHiddenTests
 
-        self.directory.student_id = "*"
-        feedback = GenerateFeedback(coursedir=self.directory, log=self.log)
-        if not show_hidden:  # on the page only: the gradebook keeps them
-            feedback.preprocessors = [ClearHiddenTests, *feedback.preprocessors]
+        class Feedback(GenerateFeedback):
+            """With one exporter for all students: to read its templates takes longer than to use them."""
+
+            ready = False
+
+            def start(self):
+                self.init_notebooks()
+                if not self.ready:
+                    self.ready = True
+                    self.writer = FilesWriter(parent=self, config=self.config)
+                    self.exporter = self.exporter_class(parent=self, config=self.config)
+                    for step in self.preprocessors:
+                        self.exporter.register_preprocessor(step)
+                with contextlib.chdir(self.coursedir.root):
+                    self.convert_notebooks()
+
+        if show_hidden not in self.feedbacks:
+            feedback = Feedback(coursedir=self.directory, log=self.log, force=True)
+            if not show_hidden:  # on the page only: the gradebook keeps them
+                feedback.preprocessors = [ClearHiddenTests, *feedback.preprocessors]
+            self.feedbacks[show_hidden] = feedback
+        self.directory.student_id = student
         with quiet():
-            feedback.start()
+            self.feedbacks[show_hidden].start()
 
     def page_of(self, student: str) -> list[Path]:
         return sorted((self.folder / "feedback" / student / ASSIGNMENT).glob("*.html"))
@@ -395,12 +533,113 @@ class Course:
         with Gradebook(self.directory.db_url) as book:
             for chapter in self.chapters:
                 for exercise in chapter.exercises.values():
-                    try:
+                    with contextlib.suppress(MissingEntry):
                         grade = book.find_grade(exercise.test_id, chapter.name, ASSIGNMENT, student)
                         found[chapter.name, exercise.id] = float(grade.score)
-                    except MissingEntry:
-                        found[chapter.name, exercise.id] = 0.0
         return found
+
+
+# ---- what was graded before
+
+
+class Results:
+    """A file for each student, results/STUDENT.json: the verdicts, and what each of them was found out from.
+
+    Written after every notebook, so that grading that was stopped goes on where it was, and a second run does what has changed.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.kept = (
+            folder,
+            {},
+        )  # student -> {"student", "folder", "booked", "notebooks"}
+        for path in sorted(folder.glob("*.json")):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                record = json.loads(path.read_text("utf8"))
+                self.kept[record["student"]] = record
+
+    @property
+    def chapters(self) -> set[str]:
+        return {name for record in self.kept.values() for name in record["notebooks"]}
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {student: record["folder"] for student, record in self.kept.items()}
+
+    def of(self, student: str, chapter: Chapter, made_from: str) -> list[Verdict] | None:
+        """The verdicts, if all of it was graded, from the same things."""
+        record = self.kept.get(student, {"notebooks": {}})["notebooks"].get(chapter.name)
+        if not record or record["made_from"] != made_from:
+            return None
+        with contextlib.suppress(KeyError, TypeError):
+            verdicts = [as_verdict(v, chapter) for v in record["verdicts"]]
+            return None if any(v.state == "ungraded" for v in verdicts) else verdicts
+        return None
+
+    def keep(self, student: str, folder: str, chapter: str, made_from: str, verdicts: list) -> None:
+        record = self.kept.setdefault(student, {"student": student, "booked": "", "notebooks": {}})
+        record["folder"] = folder
+        as_dicts = [as_dict(v) for v in verdicts]
+        record["notebooks"][chapter] = {"made_from": made_from, "verdicts": as_dicts}
+        self.write(student)
+
+    def state(self, student: str) -> str:
+        """Of all of a student's notebooks; `booked` is the one that nbgrader knows."""
+        return digest(self.kept[student]["notebooks"])
+
+    def write(self, student: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = self.kept[student]
+        replace(self.folder / f"{record['folder']}.json", json.dumps(record, ensure_ascii=False))
+
+
+def as_dict(verdict: Verdict) -> dict:
+    shown = {verdict.exercise.id, verdict.exercise.test_id, f"helpers-{verdict.exercise.id}"}
+    outcomes = [dataclasses.asdict(o) for o in verdict.outcomes if o.cell in shown]
+    found = verdict.found and dataclasses.asdict(verdict.found)
+    failure = verdict.failure and dataclasses.asdict(verdict.failure)
+    made = {"exercise": verdict.exercise.id, "found": found, "failure": failure}
+    told = {"state": verdict.state, "message": verdict.message, "notes": verdict.notes}
+    return made | told | {"outcomes": outcomes}
+
+
+def as_verdict(record: dict, chapter: Chapter) -> Verdict:
+    def failure(kept: dict | None) -> Failure | None:
+        return kept and Failure(**kept | {"places": [tuple(p) for p in kept["places"]]})
+
+    found = record["found"] and Found(
+        **record["found"] | {"notes": tuple(record["found"]["notes"])}
+    )
+    outcomes = [Outcome(**o | {"failure": failure(o["failure"])}) for o in record["outcomes"]]
+    exercise, notes = chapter.exercises[record["exercise"]], tuple(record["notes"])
+    told = record["state"], record["message"], notes, found, outcomes
+    return Verdict(exercise, *told, failure(record["failure"]))
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def replace(path: Path, text: str, encoding: str = "utf8") -> None:
+    """Write a file in one step: whoever is interrupted leaves the one before."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("w", encoding=encoding, newline="") as file:
+        file.write(text)
+    new.replace(path)
+
+
+def made_from(path: Path | None, rules: str) -> str:
+    try:
+        return digest([rules, path and hashlib.sha256(path.read_bytes()).hexdigest()])
+    except OSError:
+        return digest([rules, "cannot be read"])
+
+
+def rules_of(chapter: Chapter, book: dict[str, Chapter], limits: Limits, seconds: float) -> str:
+    """What grades of a chapter depend on beside the notebook: the book's cells, the limits, and the programs that grade."""
+    code = [c.cells for n, c in book.items() if n < chapter.name] + [chapter.cells]
+    tools = [(Path(__file__).with_name(n)).read_text("utf8") for n in PROGRAMS]
+    return digest([code, setup_of(chapter), vars(limits), seconds, tools])
 
 
 # ---- all of it
@@ -408,12 +647,13 @@ class Course:
 
 @dataclass
 class Graded:
-    """One student's result."""
+    """One student's result. `verdicts` lacks chapters that are still to be graded."""
 
     student: str
     verdicts: dict[str, list[Verdict]]
     points: dict[tuple[str, str], float]
     notes: list[str]
+    kept: int = 0  # notebooks whose verdicts are those of the last time
 
     @property
     def total(self) -> float:
@@ -422,6 +662,14 @@ class Graded:
     @property
     def ungraded(self) -> list[Verdict]:
         return [v for own in self.verdicts.values() for v in own if v.state == "ungraded"]
+
+
+class Interrupted(Exception):
+    """Grading was stopped: so many of so many notebooks are graded, and kept."""
+
+    def __init__(self, done: int, total: int):
+        self.done, self.total = done, total
+        super().__init__(f"{done} of {total}")
 
 
 def grade(
@@ -433,62 +681,112 @@ def grade(
     limits: Limits | None = None,
     seconds: float = 600,
     show_hidden: bool = False,
+    again: bool = False,
     step: Callable[[str], None] = lambda text: None,
 ) -> list[Graded]:
-    """Grade what students handed in, and write scores.csv, details.csv and feedback pages into `to`."""
+    """Grade what students handed in, and write scores.csv, details.csv and feedback pages into `to`.
+
+    The tables are written after each notebook. What `to` already has of the same notebooks is taken from there, unless `again`.
+    Raises `Interrupted` on Ctrl-C.
+    """
     to.mkdir(parents=True, exist_ok=True)
-    verdicts: dict[str, dict[str, list[Verdict]]] = {h.student: {} for h in handed}
-    with tempfile.TemporaryDirectory(prefix="classroom-") as place:
-        for chapter in chapters:
-            root = stubbed_package(chapter, book, Path(place) / chapter.name)
-            with Trials(root, setup_of(chapter), limits, imports_of(chapter)) as trials:
-                check_the_reference(chapter, trials)
-                for student in handed:
-                    step(f"{student.student}, {chapter.name}")
-                    path = student.files.get(chapter.name)
-                    verdicts[student.student][chapter.name] = grade_notebook(
-                        path, chapter, trials, seconds
-                    )
-    course, graded = Course(to / "nbgrader", chapters), []
-    names = folder_names([h.student for h in handed])
-    for student in handed:
-        step(f"{student.student}, gradebook")
-        result = Graded(student.student, verdicts[student.student], {}, list(student.notes))
-        for own in result.verdicts.values():
-            result.notes += dict.fromkeys(v.message for v in own if v.state == "unreadable")
-            result.notes += [f"{v.exercise.key} {v.message}" for v in own if v.state == "ungraded"]
+    limits = limits or Limits()
+    results = Results(to / "results")
+    if more := results.chapters - {chapter.name for chapter in chapters}:
+        more = ", ".join(sorted(more))
+        raise ClassroomError(f"{to} has grades of {more}, too. Name these as well, or a new folder")
+    names = folder_names([h.student for h in handed], results.names)
+    graded = {h.student: Graded(h.student, {}, {}, list(h.notes)) for h in handed}
+    course: Course | None = None
+
+    def tables(last: bool = False) -> None:
         try:
-            course.grade(names[student.student], result.verdicts)
-            result.points = course.points(names[student.student])
+            write_tables(list(graded.values()), chapters, to)
+        except PermissionError as error:  # on Windows, while a spreadsheet shows it
+            if last:
+                name = Path(error.filename2 or error.filename).name
+                raise ClassroomError(
+                    f"{name} is open elsewhere: close it, and run this again"
+                ) from None
+
+    def book_in(student: Handed) -> None:
+        """Tell nbgrader, and write the pages, unless it knows."""
+        nonlocal course
+        result, name = graded[student.student], names[student.student]
+        step(f"{student.student}, gradebook")
+        course = course or Course(to / "nbgrader", chapters)
+        record = results.kept[student.student]
+        state = digest([results.state(student.student), show_hidden])
+        try:
+            known = record["booked"] == state and course.points(name).keys() == result.points.keys()
+            if not known or again:
+                course.grade(name, result.verdicts)
+                pages(course, name, show_hidden, to / "feedback" / name)
+                record["booked"] = state
+                results.write(student.student)
+            result.points |= course.points(name)
         except Exception as error:  # then our own count, and no page
             course.log.exception("grading %s", student.student)
             result.notes.append(f"nbgrader stopped ({error!r}); these points are our own count")
-            result.points = {
-                (name, v.exercise.id): v.points for name, vs in result.verdicts.items() for v in vs
-            }
-        graded.append(result)
-    step("pages of feedback")
+
     try:
-        course.feedback(show_hidden)
-    except Exception:  # it has gone on with the others; see the log
-        course.log.exception("feedback")
-    for student in handed:
-        for file in course.page_of(names[student.student]):
-            folder = to / "feedback" / names[student.student]
-            folder.mkdir(parents=True, exist_ok=True)
-            # without the network: there are no formulas in it
-            text = re.sub(r'<script src="https?://[^>]*>\s*</script>', "", file.read_text("utf8"))
-            # nbgrader's list of links calls every one "Test cell"
-            text = re.sub(r'(<a href="#test-([\w-]+)">)Test cell</a>', r"\1\2</a>", text)
-            (folder / file.name).write_text(text, "utf8")
-    write_tables(graded, chapters, to)
-    return graded
+        with tempfile.TemporaryDirectory(prefix="classroom-") as place:
+            for chapter in chapters:
+                rules = rules_of(chapter, book, limits, seconds)
+                prints = {h.student: made_from(h.files.get(chapter.name), rules) for h in handed}
+                kept = {s: results.of(s, chapter, p) for s, p in prints.items() if not again}
+                with contextlib.ExitStack() as stack:
+                    trials = None
+                    if not handed or any(kept.get(h.student) is None for h in handed):
+                        root = stubbed_package(chapter, book, Path(place) / chapter.name)
+                        parts = root, setup_of(chapter), limits, imports_of(chapter)
+                        trials = stack.enter_context(Trials(*parts))
+                        check_the_reference(chapter, trials)
+                    for student in handed:
+                        step(f"{student.student}, {chapter.name}")
+                        who, path = student.student, student.files.get(chapter.name)
+                        verdicts = kept.get(who)
+                        graded[who].kept += verdicts is not None
+                        if verdicts is None:
+                            verdicts = grade_notebook(path, chapter, trials, seconds)
+                            parts = names[who], chapter.name, prints[who], verdicts
+                            results.keep(who, *parts)
+                        enter(graded[who], chapter, verdicts)
+                        if chapter is chapters[-1]:
+                            book_in(student)
+                        tables()
+    except KeyboardInterrupt:
+        done = sum(len(result.verdicts) for result in graded.values())
+        raise Interrupted(done, len(handed) * len(chapters)) from None
+    tables(last=True)
+    return list(graded.values())
 
 
-def folder_names(students: list[str]) -> dict[str, str]:
-    """A folder for each student: their name, without what a path or nbgrader cannot hold."""
-    names: dict[str, str] = {}
+def enter(result: Graded, chapter: Chapter, verdicts: list[Verdict]) -> None:
+    result.verdicts[chapter.name] = verdicts
+    result.points |= {(chapter.name, v.exercise.id): v.points for v in verdicts}
+    result.notes += dict.fromkeys(v.message for v in verdicts if v.state == "unreadable")
+    result.notes += [f"{v.exercise.key} {v.message}" for v in verdicts if v.state == "ungraded"]
+
+
+def pages(course: Course, name: str, show_hidden: bool, folder: Path) -> None:
+    """One student's pages of feedback, out of nbgrader's folder."""
+    course.feedback(name, show_hidden)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in course.page_of(name):
+        # without the network: there are no formulas in it
+        text = re.sub(r'<script src="https?://[^>]*>\s*</script>', "", file.read_text("utf8"))
+        # nbgrader's list of links calls every one "Test cell"
+        text = re.sub(r'(<a href="#test-([\w-]+)">)Test cell</a>', r"\1\2</a>", text)
+        replace(folder / file.name, text)
+
+
+def folder_names(students: list[str], known: dict[str, str] | None = None) -> dict[str, str]:
+    """A folder for each student: their name, without what a path or nbgrader cannot hold. `known` names stay."""
+    names: dict[str, str] = dict(known or {})
     for student in students:
+        if student in names:
+            continue
         name = base = re.sub(r"[^\w.@ -]", "_", student).strip(". ") or "student"
         number = 1
         while name in names.values():
@@ -500,34 +798,33 @@ def folder_names(students: list[str]) -> dict[str, str]:
 
 def write_tables(graded: list[Graded], chapters: list[Chapter], to: Path) -> None:
     exercises: list[Exercise] = [e for c in chapters for e in c.exercises.values()]
+    keys = [e.key for e in exercises]
     most = sum(e.points for e in exercises)
-    with (to / "scores.csv").open("w", encoding="utf-8-sig", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["student", "points", "of", *(e.key for e in exercises), "notes"])
-        for result in graded:
-            row = [f"{result.points.get((e.chapter, e.id), 0):g}" for e in exercises]
-            for v in result.ungraded:
-                row[[e.key for e in exercises].index(v.exercise.key)] = "not graded"
-            notes = safe_text("; ".join(result.notes))
-            table.writerow(
-                [safe_text(result.student), f"{result.total:g}", f"{most:g}", *row, notes]
-            )
-    with (to / "details.csv").open("w", encoding="utf-8-sig", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(
-            ["student", "chapter", "exercise", "points", "of", "state", "cell", "message", "notes"]
-        )
-        for result in graded:
-            for name, verdicts in result.verdicts.items():
-                for v in verdicts:
-                    points = result.points.get((name, v.exercise.id), 0)
-                    row = [safe_text(result.student), name, v.exercise.id, f"{points:g}"]
-                    row += [
-                        f"{v.exercise.points:g}",
-                        v.state,
-                        v.found.number or "" if v.found else "",
-                    ]
-                    table.writerow([*row, safe_text(v.message), safe_text("; ".join(v.notes))])
+    scores = [["student", "points", "of", *keys, "notes"]]
+    titles = ["student", "chapter", "exercise", "points", "of", "state", "cell", "message", "notes"]
+    details = [titles]
+    for result in graded:
+        row = [f"{result.points.get((e.chapter, e.id), 0):g}" for e in exercises]
+        for v in result.ungraded:
+            row[keys.index(v.exercise.key)] = "not graded"
+        for number, exercise in enumerate(exercises):
+            if exercise.chapter not in result.verdicts:
+                row[number] = "not graded yet"
+        notes = safe_text("; ".join(result.notes))
+        scores.append([safe_text(result.student), f"{result.total:g}", f"{most:g}", *row, notes])
+        for name, verdicts in result.verdicts.items():
+            for v in verdicts:
+                row = [safe_text(result.student), name, v.exercise.id]
+                row += [
+                    f"{result.points.get((name, v.exercise.id), 0):g}",
+                    f"{v.exercise.points:g}",
+                ]
+                row += [v.state, v.found.number or "" if v.found else ""]
+                details.append([*row, safe_text(v.message), safe_text("; ".join(v.notes))])
+    for name, rows in (("scores.csv", scores), ("details.csv", details)):
+        text = io.StringIO()
+        csv.writer(text).writerows(rows)
+        replace(to / name, text.getvalue(), "utf-8-sig")
 
 
 def safe_text(text: str) -> str:
