@@ -48,9 +48,11 @@ def single(ids: list[int], start: int = 0, device: torch.device | str = "cpu") -
 
 # %% chapters/15_attention.ipynb #cache
 class KV(NamedTuple):
-    """What one layer may look at, past and new: S slots in any order, each knowing its position.
+    """What one layer may look at, past and new: S slots in any order, each knowing its
+    position.
 
-    An empty slot may hold any finite numbers: they get a weight of 0, but 0 times NaN would still be NaN.
+    An empty slot may hold any finite numbers: they get a weight of 0, but 0 times NaN would
+    still be NaN.
     """
 
     k: Float[Tensor, "B K S D"]
@@ -67,16 +69,19 @@ class Cache(Protocol):
     def append(
         self, layer: int, k: Float[Tensor, "B K T D"], v: Float[Tensor, "B K T D"], batch: Batch
     ) -> KV:
-        """Stage one layer's new tokens; return all it may look at, a tree's nodes as the last T slots."""
+        """Stage one layer's new tokens; return all it may look at, a tree's nodes as the last
+        T slots."""
         ...
 
     def commit(self, keep: Int[Tensor, "B kept"] | None = None) -> None:
-        """End of the pass: make the staged tokens permanent. `keep[b]` holds indexes into row b's T new tokens, in
-        order, filled up with -1 where a row keeps fewer; None keeps all. Padding is never counted in `seen`."""
+        """End of the pass: make the staged tokens permanent. `keep[b]` holds indexes into row
+        b's T new tokens, in order, filled up with -1 where a row keeps fewer; None keeps all.
+        Padding is never counted in `seen`."""
         ...
 
     def truncate(self, seen: int | Int[Tensor, "B"]) -> None:
-        """Roll back to `seen` tokens, for all rows or for each its own; raises if they were evicted."""
+        """Roll back to `seen` tokens, for all rows or for each its own; raises if they were
+        evicted."""
         ...
 
 
@@ -108,14 +113,17 @@ class NoCache:
 def visible(
     batch: Batch, kv_pos: Int[Tensor, "B S"], window: int | None = None, sinks: int = 0
 ) -> Bool[Tensor, "B T S"]:
-    """Which slots each new token may look at: causal, padding, window and tree masks are all decided here.
+    """Which slots each new token may look at: causal, padding, window and tree masks are all
+    decided here.
 
-    A token sees the slots at its own position and before; with `window`, only the last so many of them (itself
-    included), and positions below `sinks`. `batch.tree` decides among the new tokens instead of their positions; they
-    are then the last T of the S slots. Position -1 (padding, an empty slot) sees nothing and is never seen.
+    A token sees the slots at its own position and before; with `window`, only the last so many
+    of them (itself included), and positions below `sinks`. `batch.tree` decides among the new
+    tokens instead of their positions; they are then the last T of the S slots. Position -1
+    (padding, an empty slot) sees nothing and is never seen.
     """
     query, key = batch.pos[:, :, None], kv_pos[:, None, :]
-    # Compare positions; write the tree over the last T slots; narrow to the window; leave out -1 on either side.
+    # Compare positions; write the tree over the last T slots; narrow to the window; leave out
+    # -1 on either side.
     mask = key <= query
     if batch.tree is not None:
         mask[..., -batch.tree.shape[-1] :] = batch.tree
@@ -137,7 +145,8 @@ def join_heads(x: Float[Tensor, "B heads T D"]) -> Float[Tensor, "B T width"]:
 
 # %% chapters/15_attention.ipynb #repeat-kv
 def repeat_kv(x: Float[Tensor, "B K S D"], groups: int) -> Float[Tensor, "B N S D"]:
-    """Each key/value head `groups` times in a row: 0 0 0 1 1 1 …, so that query head n meets n // groups."""
+    """Each key/value head `groups` times in a row: 0 0 0 1 1 1 …, so that query head n meets n
+    // groups."""
     # One head after the other, not the whole set again and again.
     return x.repeat_interleave(groups, dim=1) if groups > 1 else x
 
@@ -159,8 +168,8 @@ def eager(
 def sdpa(
     attention: nn.Module, q: Float[Tensor, "B N T D"], kv: KV, mask: Bool[Tensor, "B T S"]
 ) -> Float[Tensor, "B N T D"]:
-    """PyTorch's fused kernel: the same numbers up to rounding. Scores and probabilities stay inside it, so the
-    `scores` and `probs` probes stay silent."""
+    """PyTorch's fused kernel: the same numbers up to rounding. Scores and probabilities stay
+    inside it, so the `scores` and `probs` probes stay silent."""
     out = F.scaled_dot_product_attention(
         q,
         kv.k,
@@ -176,8 +185,8 @@ def sdpa(
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; MHA is K = N, MQA is K = 1.
 
-    `q_rotated`, `k_rotated`, `scores`, `probs` and `heads` are identity modules: places where a hook can look.
-    `kernel` names an entry of `ATTENTION_KERNELS`.
+    `q_rotated`, `k_rotated`, `scores`, `probs` and `heads` are identity modules: places where
+    a hook can look. `kernel` names an entry of `ATTENTION_KERNELS`.
     """
 
     def __init__(self, config: ModelConfig, layer: int, window: int | None = None, sinks: int = 0):
@@ -200,7 +209,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T H"], batch: Batch, cache: Cache
     ) -> Float[Tensor, "B T H"]:
-        # Head counts come from the shapes, so that a module holding only some of the heads works as it is.
+        # Head counts come from the shapes, so that a module holding only some of the heads
+        # works as it is.
         q = self.q_norm(split_heads(self.q_proj(x), self.head_dim))
         k = self.k_norm(split_heads(self.k_proj(x), self.head_dim))
         v = split_heads(self.v_proj(x), self.head_dim)
@@ -214,12 +224,15 @@ class Attention(nn.Module):
     def attend(
         self, q: Float[Tensor, "B N T D"], kv: KV, mask: Bool[Tensor, "B T S"]
     ) -> Float[Tensor, "B N T D"]:
-        """Scores, softmax over the visible slots (in float32), average of the values; a row that sees nothing gives 0.
+        """Scores, softmax over the visible slots (in float32), average of the values; a row
+        that sees nothing gives 0.
 
-        Two probes on the way: `self.scores` gets the scaled scores before the mask, `self.probs` the weights as the
-        values meet them, in q's dtype. (`self.heads` is called in `forward`.) Repeat k and v for the query heads first.
+        Two probes on the way: `self.scores` gets the scaled scores before the mask,
+        `self.probs` the weights as the values meet them, in q's dtype. (`self.heads` is called
+        in `forward`.) Repeat k and v for the query heads first.
         """
-        # q is scaled before the product, not the product after it: in float16 the product could overflow.
+        # q is scaled before the product, not the product after it: in float16 the product
+        # could overflow.
         groups = q.shape[1] // kv.k.shape[1]
         k, v = repeat_kv(kv.k, groups), repeat_kv(kv.v, groups)
         scores = self.scores((q * self.scale) @ k.transpose(-1, -2))

@@ -27,15 +27,17 @@ from typing import Any
 
 # %% chapters/11_config.ipynb #registry
 class ConfigError(ValueError):
-    """A configuration cannot be used: the message names the key or name at fault, and a way out."""
+    """A configuration cannot be used: the message names the key or name at fault, and a way
+    out."""
 
 
 class Registry(dict):
     """A named table of interchangeable parts: one chapter fills it, an earlier one looks up.
 
-    `table.register("name")` is a decorator. The part registered first is used when nobody names one, unless another
-    is registered with `default=True`. Looking up an unknown name raises `ConfigError` and lists the known names, unless
-    `maker`, asked for a part of that name, has one to give and not None.
+    `table.register("name")` is a decorator. The part registered first is used when nobody
+    names one, unless another is registered with `default=True`. Looking up an unknown name
+    raises `ConfigError` and lists the known names, unless `maker`, asked for a part of that
+    name, has one to give and not None.
     """
 
     def __init__(self, kind: str):
@@ -65,7 +67,8 @@ class Registry(dict):
 # %% chapters/11_config.ipynb #rope-config
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become rotation angles. Field names are those of Hugging Face's `rope_parameters`."""
+    """How positions become rotation angles. Field names are those of Hugging Face's
+    `rope_parameters`."""
 
     rope_type: str = "default"  # a name in chapter 14's ROPE_TYPES
     rope_theta: float = 10_000.0
@@ -85,9 +88,11 @@ class RopeConfig:
 # %% chapters/11_config.ipynb #model-config
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything about a model that is not a weight. Field names are those of Hugging Face's `config.json`.
+    """Everything about a model that is not a weight. Field names are those of Hugging Face's
+    `config.json`.
 
-    Raises `ConfigError` for sizes that are not positive, and for N query heads that K cannot share evenly.
+    Raises `ConfigError` for sizes that are not positive, and for N query heads that K cannot
+    share evenly.
     """
 
     model_type: str
@@ -126,7 +131,8 @@ class ModelConfig:
 
 # %% chapters/11_config.ipynb #whole-number
 def _number(raw: Mapping[str, Any], key: str, kind: type = int, default: Any = ...) -> Any:
-    """raw[key] as an int or float; `default` if it is absent or null, and an error if there is no default."""
+    """raw[key] as an int or float; `default` if it is absent or null, and an error if there is
+    no default."""
     value = raw.get(key)
     if value is None:
         if default is ...:
@@ -173,9 +179,11 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def rope_config(given: Mapping[str, Any]) -> RopeConfig:
-    """A `RopeConfig` from one flat dictionary with `rope_type` and its numbers; keys it does not know are skipped.
+    """A `RopeConfig` from one flat dictionary with `rope_type` and its numbers; keys it does
+    not know are skipped.
 
-    Raises `ConfigError` for an unknown type, a missing number, or something that is not a number.
+    Raises `ConfigError` for an unknown type, a missing number, or something that is not a
+    number.
     """
     kind = given["rope_type"]
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
@@ -197,15 +205,17 @@ def rope_config(given: Mapping[str, Any]) -> RopeConfig:
 
 # %% chapters/11_config.ipynb #read-rope
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """How a model encodes positions, from its parsed config.json, in any of the spellings that have been in use.
+    """How a model encodes positions, from its parsed config.json, in any of the spellings that
+    have been in use.
 
-    `rope_scaling` with `type` or `rope_type`, and `rope_theta` beside it; or `rope_parameters` with everything.
-    Raises `ConfigError` for what this engine does not know, or if numbers are missing.
+    `rope_scaling` with `type` or `rope_type`, and `rope_theta` beside it; or `rope_parameters`
+    with everything. Raises `ConfigError` for what this engine does not know, or if numbers are
+    missing.
     """
-    # One flat dictionary: rope_scaling, or else rope_parameters (must be one flat mapping), without its nulls.
-    # "rope_type" wins over "type", and it is "default" if there is neither. From beside it come rope_theta and
-    # partial_rotary_factor where the inside has none, and original_max_position_embeddings whenever it is there.
-    # Then return rope_config(it).
+    # One flat dictionary: rope_scaling, or else rope_parameters (must be one flat mapping),
+    # without its nulls. "rope_type" wins over "type", and it is "default" if there is neither.
+    # From beside it come rope_theta and partial_rotary_factor where the inside has none, and
+    # original_max_position_embeddings whenever it is there. Then return rope_config(it).
     found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise ConfigError(f"rope_scaling should be a set of named numbers, got {found!r}")
@@ -216,7 +226,8 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     flat = {key: value for key, value in found.items() if value is not None}
     older = flat.pop("type", "default")
     flat.setdefault("rope_type", older)
-    # Beside the dictionary, where older files have them; inside wins, but for the trained length, as in transformers.
+    # Beside the dictionary, where older files have them; inside wins, but for the trained
+    # length, as in transformers.
     for key in ("rope_theta", "partial_rotary_factor"):
         if raw.get(key) is not None:
             flat.setdefault(key, raw[key])
@@ -227,9 +238,11 @@ def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
 
 # %% chapters/11_config.ipynb #read-eos
 def read_eos(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """All token ids that end a text: those of config.json, then what generation_config.json adds, each once.
+    """All token ids that end a text: those of config.json, then what generation_config.json
+    adds, each once.
 
-    Each page's `eos_token_id` may be a number, a list of numbers, null, or absent. Raises `ConfigError` otherwise.
+    Each page's `eos_token_id` may be a number, a list of numbers, null, or absent. Raises
+    `ConfigError` otherwise.
     """
     # Collect in a list, in that order; return a tuple.
     ids: list[int] = []
@@ -255,7 +268,8 @@ CONFIG_READERS = Registry("model type")  # model_type -> reader(config.json, gen
 def read_llama(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """`config.json` of a Llama model, as parsed JSON, to a `ModelConfig`.
 
-    Raises `ConfigError` for missing keys, sizes that contradict each other, and rope types this engine does not know.
+    Raises `ConfigError` for missing keys, sizes that contradict each other, and rope types
+    this engine does not know.
     Source of the defaults: transformers, models/llama/configuration_llama.py
     """
     heads = _number(raw, "num_attention_heads")
@@ -288,7 +302,8 @@ def read_llama(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = No
 
 # %% chapters/11_config.ipynb #load-config
 def _read_page(path: Path) -> dict[str, Any]:
-    """A JSON file that holds one object, or a `ConfigError` that says what is in it instead."""
+    """A JSON file that holds one object, or a `ConfigError` that says what is in it
+    instead."""
     try:
         text = path.read_text("utf-8-sig")
         page = json.loads(text)
@@ -311,7 +326,8 @@ def _read_page(path: Path) -> dict[str, Any]:
 def load_config(folder: str | Path) -> ModelConfig:
     """Read `config.json`, and `generation_config.json` if there is one, from a model folder.
 
-    Raises `ConfigError` if there is no such folder or page, or if it describes a model this engine cannot build.
+    Raises `ConfigError` if there is no such folder or page, or if it describes a model this
+    engine cannot build.
     """
     folder = Path(folder)
     path = folder / "config.json"

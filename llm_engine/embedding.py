@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 # %% chapters/14_embedding.ipynb #check-ids
 def check_ids(ids: Int[Tensor, "*shape"], vocab_size: int) -> None:
-    """Raise `ValueError` naming the first id that is not a row of a table of `vocab_size` rows."""
+    """Raise `ValueError` naming the first id that is not a row of a table of `vocab_size`
+    rows."""
     wrong = (ids < 0) | (ids >= vocab_size)
     if wrong.any():
         where = wrong.nonzero()[0].tolist()
@@ -26,8 +27,9 @@ def check_ids(ids: Int[Tensor, "*shape"], vocab_size: int) -> None:
 class Embedding(nn.Module):
     """A table with one row of H numbers for each of V tokens; `forward` looks rows up.
 
-    weight: [V, H]. Raises `ValueError` for an id outside 0..V-1, naming it (on the CPU; on a GPU such
-    a look would make the program wait for the device at every step, so there the caller checks with `check_ids`).
+    weight: [V, H]. Raises `ValueError` for an id outside 0..V-1, naming it (on the CPU; on a
+    GPU such a look would make the program wait for the device at every step, so there the
+    caller checks with `check_ids`).
     """
 
     def __init__(self, vocab_size: int, hidden_size: int):

@@ -33,16 +33,19 @@ def relu_squared(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 @ACTIVATIONS.register("quick_gelu")
 def quick_gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """x * sigmoid(1.702 x), a cheap approximation of GELU. Paper: https://arxiv.org/abs/1606.08415"""
+    """x * sigmoid(1.702 x), a cheap approximation of GELU. Paper:
+    https://arxiv.org/abs/1606.08415"""
     return x * torch.sigmoid(1.702 * x)
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #feed-forward
 class FeedForward(nn.Module):
-    """The gated feed-forward layer (SwiGLU when the activation is silu): down(act(gate(x)) * up(x)).
+    """The gated feed-forward layer (SwiGLU when the activation is silu): down(act(gate(x)) *
+    up(x)).
 
-    Works on each position alone. H = `config.hidden_size`, F = `config.intermediate_size`. `gated` is an identity
-    module, a place where a hook sees the F gated numbers. Raises `ValueError` for an unknown `config.hidden_act`.
+    Works on each position alone. H = `config.hidden_size`, F = `config.intermediate_size`.
+    `gated` is an identity module, a place where a hook sees the F gated numbers. Raises
+    `ValueError` for an unknown `config.hidden_act`.
     Paper: https://arxiv.org/abs/2002.05202
     """
 

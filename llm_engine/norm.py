@@ -13,8 +13,9 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last axis.
 
-    The root is computed in float32. The result is cast back to x's dtype *before* it is multiplied by the weight,
-    as the reference does (transformers: models/llama/modeling_llama.py). Paper: https://arxiv.org/abs/1910.07467
+    The root is computed in float32. The result is cast back to x's dtype *before* it is
+    multiplied by the weight, as the reference does (transformers:
+    models/llama/modeling_llama.py). Paper: https://arxiv.org/abs/1910.07467
     """
 
     def __init__(self, size: int, eps: float):
@@ -23,7 +24,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
-        # Widen to float32, divide by the root mean square, cast back, and only then multiply by the weight.
+        # Widen to float32, divide by the root mean square, cast back, and only then multiply
+        # by the weight.
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)

@@ -28,8 +28,9 @@ from llm_engine.config import Registry, RopeConfig
 ROPE_TYPES = Registry("rope type")
 """name -> f(rope, rotary_dim, max_positions, lengths) -> (frequencies, attention factor).
 
-`max_positions` is the model's max_position_embeddings. `lengths` [B] are the lengths of the rows at hand, or None;
-only types named in `LENGTH_DEPENDENT` look at it, and return one line of frequencies a row.
+`max_positions` is the model's max_position_embeddings. `lengths` [B] are the lengths of the
+rows at hand, or None; only types named in `LENGTH_DEPENDENT` look at it, and return one line
+of frequencies a row.
 """
 LENGTH_DEPENDENT = set()
 
@@ -37,7 +38,8 @@ LENGTH_DEPENDENT = set()
 def base_frequencies(
     theta: float | Float[Tensor, "*B 1"], rotary_dim: int
 ) -> Float[Tensor, "*B half"]:
-    """theta ** (-2i / rotary_dim) for i = 0 .. rotary_dim/2 - 1: radians a position, the fastest pair first."""
+    """theta ** (-2i / rotary_dim) for i = 0 .. rotary_dim/2 - 1: radians a position, the
+    fastest pair first."""
     device = theta.device if isinstance(theta, Tensor) else "cpu"
     return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim)
 
@@ -54,7 +56,8 @@ def default_frequencies(
 def rotate(
     x: Float[Tensor, "B heads T D"], cos: Float[Tensor, "B T half"], sin: Float[Tensor, "B T half"]
 ) -> Float[Tensor, "B heads T D"]:
-    """Turn the pair (x[i], x[i + half]) by its angle; components from 2*half on pass through (partial rotary).
+    """Turn the pair (x[i], x[i + half]) by its angle; components from 2*half on pass through
+    (partial rotary).
 
     Hugging Face's pairing: the first half with the second half, not neighbors.
     """
@@ -94,7 +97,8 @@ def _blend(
 def linear_frequencies(
     rope: RopeConfig, rotary_dim: int, max_positions: int, lengths: Int[Tensor, "B"] | None = None
 ) -> tuple[Float[Tensor, "half"], float]:
-    """Every frequency divided by `factor`: positions are squeezed into the range seen in training.
+    """Every frequency divided by `factor`: positions are squeezed into the range seen in
+    training.
 
     Paper: https://arxiv.org/abs/2306.15595
     """
@@ -109,8 +113,9 @@ def llama3_frequencies(
 ) -> tuple[Float[Tensor, "half"], float]:
     """Three bands, by how many full turns a pair makes within the original context.
 
-    `high_freq_factor` turns and more: unchanged. `low_freq_factor` and fewer: divided by `factor`. Between: blended,
-    linearly in the number of turns. Source: transformers, modeling_rope_utils.py
+    `high_freq_factor` turns and more: unchanged. `low_freq_factor` and fewer: divided by
+    `factor`. Between: blended, linearly in the number of turns. Source: transformers,
+    modeling_rope_utils.py
     """
     factor, low, high = _required(rope, "factor", "low_freq_factor", "high_freq_factor")
     original = rope.original_max_position_embeddings or max_positions
@@ -119,7 +124,8 @@ def llama3_frequencies(
             f"rope type 'llama3' needs high_freq_factor > low_freq_factor, got {high} and {low}"
         )
     frequencies = base_frequencies(rope.rope_theta, rotary_dim)
-    # How much of each frequency to keep: 1 from `high` turns on, 0 up to `low` turns. Then _blend.
+    # How much of each frequency to keep: 1 from `high` turns on, 0 up to `low` turns. Then
+    # _blend.
     turns = original * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return _blend(frequencies, factor, keep), 1.0
@@ -130,10 +136,12 @@ def llama3_frequencies(
 def yarn_frequencies(
     rope: RopeConfig, rotary_dim: int, max_positions: int, lengths: Int[Tensor, "B"] | None = None
 ) -> tuple[Float[Tensor, "half"], float]:
-    """Two bands with a ramp between, linear in the number of the pair; and cos, sin grow by an attention factor.
+    """Two bands with a ramp between, linear in the number of the pair; and cos, sin grow by an
+    attention factor.
 
-    Pairs that turn `beta_fast` times and more within the original context stay, those that turn `beta_slow` times and
-    fewer are divided by `factor`. Paper: https://arxiv.org/abs/2309.00071
+    Pairs that turn `beta_fast` times and more within the original context stay, those that
+    turn `beta_slow` times and fewer are divided by `factor`. Paper:
+    https://arxiv.org/abs/2309.00071
     """
     original = rope.original_max_position_embeddings or max_positions
     if rope.factor is None and rope.original_max_position_embeddings is not None:
@@ -177,7 +185,8 @@ LENGTH_DEPENDENT.add("dynamic")
 def dynamic_frequencies(
     rope: RopeConfig, rotary_dim: int, max_positions: int, lengths: Int[Tensor, "B"] | None = None
 ) -> tuple[Float[Tensor, "*B half"], float]:
-    """Theta grows with the length of the row, once that exceeds the trained context; up to there nothing changes.
+    """Theta grows with the length of the row, once that exceeds the trained context; up to
+    there nothing changes.
 
     Source: transformers, modeling_rope_utils.py (dynamic NTK)
     """
@@ -193,8 +202,9 @@ def dynamic_frequencies(
 class Rope(nn.Module):
     """cos and sin of the angles at given positions. Holds no weights.
 
-    Angles are computed in float32 whatever the model's dtype: position 4097 does not exist in bfloat16.
-    Raises `ValueError` for an unknown rope type, missing parameters, or an odd number of rotary components.
+    Angles are computed in float32 whatever the model's dtype: position 4097 does not exist in
+    bfloat16. Raises `ValueError` for an unknown rope type, missing parameters, or an odd
+    number of rotary components.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position_embeddings: int):
@@ -213,7 +223,8 @@ class Rope(nn.Module):
         self.register_buffer("frequencies", self._exact, persistent=False)
 
     def _apply(self, fn, recurse=True):
-        # model.to(bfloat16) casts every buffer, and to_empty() forgets it: follow the device only.
+        # model.to(bfloat16) casts every buffer, and to_empty() forgets it: follow the device
+        # only.
         super()._apply(fn, recurse)
         self.frequencies = self._exact.to(self.frequencies.device)
         return self

@@ -32,16 +32,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class TokenizerError(ValueError):
-    """Something about a tokenizer's files, a text, or a token id cannot be handled; the message says what to do."""
+    """Something about a tokenizer's files, a text, or a token id cannot be handled; the
+    message says what to do."""
 
 
 # %% chapters/13_tokenizer.ipynb #byte-alphabet
 def byte_alphabet() -> dict[int, str]:
-    """The printable character that stands for each of the 256 bytes in a byte-level vocabulary.
+    """The printable character that stands for each of the 256 bytes in a byte-level
+    vocabulary.
 
-    Printable bytes stand for themselves; the 68 others (control characters, the space, ...) take the first characters
-    from U+0100 on, in order. The space, byte 32, becomes U+0120. The table is that of GPT-2
-    (https://github.com/openai/gpt-2, src/encoder.py), which all byte-level vocabularies have kept.
+    Printable bytes stand for themselves; the 68 others (control characters, the space, ...)
+    take the first characters from U+0100 on, in order. The space, byte 32, becomes U+0120. The
+    table is that of GPT-2 (https://github.com/openai/gpt-2, src/encoder.py), which all
+    byte-level vocabularies have kept.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
@@ -51,10 +54,12 @@ def byte_alphabet() -> dict[int, str]:
 
 # %% chapters/13_tokenizer.ipynb #split-special
 def split_special(text: str, special: Mapping[str, int]) -> list[str | int]:
-    """Cut `text` at special tokens: plain text stays a string, each special token becomes its id.
+    """Cut `text` at special tokens: plain text stays a string, each special token becomes its
+    id.
 
-    `special` maps the spelling of each special token to its id. The leftmost match wins, and of several that begin at
-    the same place the longest. Empty strings are left out, so that putting the spellings back gives `text` again.
+    `special` maps the spelling of each special token to its id. The leftmost match wins, and
+    of several that begin at the same place the longest. Empty strings are left out, so that
+    putting the spellings back gives `text` again.
     """
     # re.split keeps what a capturing group matched: text, token, text, token, ..., text.
     if not special:
@@ -67,8 +72,8 @@ def split_special(text: str, special: Mapping[str, int]) -> list[str | int]:
 
 # %% chapters/13_tokenizer.ipynb #with-bos
 def with_bos(ids: list[int], bos_id: int) -> list[int]:
-    """The same ids with the beginning-of-sequence token exactly once at the front, however many stood there; later
-    ones stay. The given list is not changed."""
+    """The same ids with the beginning-of-sequence token exactly once at the front, however
+    many stood there; later ones stay. The given list is not changed."""
     # Skip every bos_id that ids begins with, then put one in front of the rest.
     start = 0
     while start < len(ids) and ids[start] == bos_id:
@@ -133,11 +138,13 @@ class _JsonBackend:
         return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """Ids of text pieces and special tokens in turn; nothing inside the text pieces counts as a special token.
+        """Ids of text pieces and special tokens in turn; nothing inside the text pieces counts
+        as a special token.
 
-        One call for the whole, so that whatever the tokenizer does at the start of a text (a space put in front) or
-        around special tokens (blanks swallowed) happens as it does in `encode`. In this copy of the tokenizer special
-        tokens are plain text; those that are meant go by secret spellings, which are no one's text.
+        One call for the whole, so that whatever the tokenizer does at the start of a text (a
+        space put in front) or around special tokens (blanks swallowed) happens as it does in
+        `encode`. In this copy of the tokenizer special tokens are plain text; those that are
+        meant go by secret spellings, which are no one's text.
         """
         if self._plain is None:
             plain = tokenizers.Tokenizer.from_str(self.library.to_str())
@@ -262,7 +269,8 @@ class _SentencePieceBackend:
 
 # %% chapters/13_tokenizer.ipynb #chat-environment
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is just its body."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here
+    it is just its body."""
 
     tags = frozenset({"generation"})
 
@@ -310,7 +318,8 @@ def _each_string(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class _Quoter:
-    """Respells texts so that no special token can be read in them, nor across their ends, and undoes it.
+    """Respells texts so that no special token can be read in them, nor across their ends, and
+    undoes it.
 
     `texts` are all that the respelling must not be confused with.
     """
@@ -352,8 +361,8 @@ class _Quoter:
 class ChatTemplate:
     """A model's way to write a conversation as text: a Jinja template, run in a sandbox.
 
-    `variables` (`bos_token` and the like) are what the template can see beside the messages. The sandbox limits what a
-    template can reach, not how long it runs.
+    `variables` (`bos_token` and the like) are what the template can see beside the messages.
+    The sandbox limits what a template can reach, not how long it runs.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None):
@@ -362,7 +371,8 @@ class ChatTemplate:
         self._template = _compile_template(source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The conversation as text. Raises `TokenizerError` when the template refuses or fails."""
+        """The conversation as text. Raises `TokenizerError` when the template refuses or
+        fails."""
         return self._render(messages, variables, datetime.now())
 
     def _render(self, messages: Sequence, variables: Mapping[str, Any], now: datetime) -> str:
@@ -377,7 +387,8 @@ class ChatTemplate:
     def parts(
         self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, int], **variables: Any
     ) -> list[str | int]:
-        """The conversation as pieces of plain text and ids of special tokens, which are the template's alone.
+        """The conversation as pieces of plain text and ids of special tokens, which are the
+        template's alone.
 
         Raises `TokenizerError` also if the template acts upon special tokens inside a message.
         """
@@ -440,7 +451,8 @@ def _find(backend: _JsonBackend | _SentencePieceBackend, text: str | None) -> in
 
 
 def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`chat_template.jinja` goes before `tokenizer_config.json`, where it is one string or a list of named ones."""
+    """`chat_template.jinja` goes before `tokenizer_config.json`, where it is one string or a
+    list of named ones."""
     templates = {}
     entry = config.get("chat_template")
     if isinstance(entry, str):
@@ -516,7 +528,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json`, or else `tokenizer.model`, and what else the folder says about text.
+        """Read `tokenizer.json`, or else `tokenizer.model`, and what else the folder says
+        about text.
 
         Raises `TokenizerError` if the folder has neither file, or one that cannot be read.
         """
@@ -571,9 +584,9 @@ class Tokenizer:
     ) -> list[int]:
         """The token ids of one text.
 
-        With `add_bos` (None: what the tokenizer's files say) the BOS token stands at the front exactly once, also if
-        the text itself begins with it. `special_tokens="text"` reads special tokens in the text as plain characters:
-        for text from people you do not know.
+        With `add_bos` (None: what the tokenizer's files say) the BOS token stands at the front
+        exactly once, also if the text itself begins with it. `special_tokens="text"` reads
+        special tokens in the text as plain characters: for text from people you do not know.
         """
         text = _checked_text(text)
         if special_tokens == "parse":
@@ -605,7 +618,8 @@ class Tokenizer:
         return ids
 
     def _warn_of_loss(self, parts: Iterable[str | int]) -> None:
-        """Some byte-level vocabularies lack bytes; the library leaves characters that need them out in silence."""
+        """Some byte-level vocabularies lack bytes; the library leaves characters that need
+        them out in silence."""
         if self.backend.missing:
             seen = set().union(*(part.encode("utf-8") for part in parts if isinstance(part, str)))
             if lost := seen & self.backend.missing:
@@ -616,7 +630,8 @@ class Tokenizer:
                 )
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Bytes that are not valid UTF-8 become U+FFFD. Nothing is tidied up.
+        """The text of token ids. Bytes that are not valid UTF-8 become U+FFFD. Nothing is
+        tidied up.
 
         Raises `TokenizerError` for an id that is no token.
         """
@@ -629,8 +644,9 @@ class Tokenizer:
         return text[1:] if self.backend.strips_space and text.startswith(" ") else text
 
     def token(self, id: int) -> str:
-        """One token as printable text, for labels in plots: a space shows as `␣`, a line break as `⏎`, a tab as `⇥`,
-        and the bytes of an incomplete character as hexadecimal numbers in angle brackets."""
+        """One token as printable text, for labels in plots: a space shows as `␣`, a line break
+        as `⏎`, a tab as `⇥`, and the bytes of an incomplete character as hexadecimal numbers
+        in angle brackets."""
         data = self.backend.piece(self._checked_id(id), None)
         try:
             text = data.decode("utf-8")
@@ -649,8 +665,8 @@ class Tokenizer:
         return number
 
     def check_model(self, model_vocab_size: int) -> str | None:
-        """Compare with the model's V. Raises if some token has no row in the embedding; None if they are equal; else a
-        sentence that explains the spare rows."""
+        """Compare with the model's V. Raises if some token has no row in the embedding; None
+        if they are equal; else a sentence that explains the spare rows."""
         if model_vocab_size < self.vocab_size:
             raise TokenizerError(
                 f"{self.name} has token ids up to {self.vocab_size - 1}, but the model has only {model_vocab_size} rows: "
@@ -671,10 +687,12 @@ class Tokenizer:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The text that the chat template makes of the messages: `[{"role": "user", "content": "Hi"}, ...]`.
+        """The text that the chat template makes of the messages: `[{"role": "user", "content":
+        "Hi"}, ...]`.
 
-        To be looked at. It is not to be encoded when the messages come from others: `apply_chat_template` is.
-        `template` picks one of several named templates; further variables are handed to the template.
+        To be looked at. It is not to be encoded when the messages come from others:
+        `apply_chat_template` is. `template` picks one of several named templates; further
+        variables are handed to the template.
         """
         _check_messages(messages)
         chat = self._chat_template(template)
@@ -688,10 +706,12 @@ class Tokenizer:
         template: str | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation. Special tokens come from the template alone: in the messages they are text.
+        """Token ids of a conversation. Special tokens come from the template alone: in the
+        messages they are text.
 
-        BOS is there if the template writes it; nothing is added. Raises `TokenizerError` if there is no template, for
-        a role outside `ROLES`, and when the template itself refuses or fails.
+        BOS is there if the template writes it; nothing is added. Raises `TokenizerError` if
+        there is no template, for a role outside `ROLES`, and when the template itself refuses
+        or fails.
         """
         _check_messages(messages)
         chat = self._chat_template(template)
@@ -721,9 +741,10 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Text from tokens that arrive one at a time.
 
-    `push(id)` returns the text that has become certain, which may be empty; `flush()` returns what was held back, at
-    the end. Together they are the decoded whole: `decode(ids)`, or with `prompt_ids` what follows the prompt in
-    `decode(prompt_ids + ids)`. No piece ends inside a character. The work for each token does not grow with the text.
+    `push(id)` returns the text that has become certain, which may be empty; `flush()` returns
+    what was held back, at the end. Together they are the decoded whole: `decode(ids)`, or with
+    `prompt_ids` what follows the prompt in `decode(prompt_ids + ids)`. No piece ends inside a
+    character. The work for each token does not grow with the text.
     """
 
     def __init__(
@@ -742,11 +763,14 @@ class IncrementalDetokenizer:
             self.push(id)
 
     def push(self, id: int) -> str:
-        """Take in the next token; return the text that is now complete (often a word, sometimes nothing)."""
+        """Take in the next token; return the text that is now complete (often a word,
+        sometimes nothing)."""
         # 1. id = self.tokenizer._checked_id(id) refuses what is no token.
         # 2. A special token (self.tokenizer.special_ids) gives "" if such are to be skipped.
-        # 3. self.tokenizer.backend.piece(id, self._previous) is its bytes; then remember id in self._previous.
-        # 4. self._decoder.decode(data) keeps the bytes of an incomplete character; return self._strip(what it gives).
+        # 3. self.tokenizer.backend.piece(id, self._previous) is its bytes; then remember id in
+        # self._previous.
+        # 4. self._decoder.decode(data) keeps the bytes of an incomplete character; return
+        # self._strip(what it gives).
         id = self.tokenizer._checked_id(id)
         if self.skip_special_tokens and id in self.tokenizer.special_ids:
             return ""
@@ -755,7 +779,8 @@ class IncrementalDetokenizer:
         return self._strip(self._decoder.decode(data))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for the bytes of a character that was never finished."""
+        """What is left at the end: U+FFFD for the bytes of a character that was never
+        finished."""
         return self._strip(self._decoder.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:

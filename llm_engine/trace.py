@@ -18,7 +18,8 @@ from torch import Tensor, nn
 # %% chapters/16_ffn_and_transformer.ipynb #trace-row
 @dataclass(frozen=True)
 class TraceRow:
-    """What one call of one module gave. `min`, `max`, `mean` are over the finite values, computed in float32."""
+    """What one call of one module gave. `min`, `max`, `mean` are over the finite values,
+    computed in float32."""
 
     step: int  # 0 for the first forward pass under the trace, 1 for the next, …
     name: str  # as in model.named_modules(); a module that returns several tensors has name[0], name[1], …
@@ -39,8 +40,8 @@ class TraceRow:
 
 
 # %% chapters/16_ffn_and_transformer.ipynb #trace-letters
-# Axes of what a module returns, by the last part of its name. Used for a row only where every size agrees with the
-# model's configuration and with the other rows of the same pass.
+# Axes of what a module returns, by the last part of its name. Used for a row only where every
+# size agrees with the model's configuration and with the other rows of the same pass.
 _LETTERS = {
     "embed": "B T H",
     "attn_norm": "B T H",
@@ -78,7 +79,8 @@ _CONFIG_LETTERS = {
 
 
 def _letters(name: str, shape: tuple[int, ...], sizes: dict[str, int]) -> str:
-    """The axes of `shape` in letters, or "" if `sizes` contradicts them. New letters (B, T, S, R) are added to it."""
+    """The axes of `shape` in letters, or "" if `sizes` contradicts them. New letters (B, T, S,
+    R) are added to it."""
     last = name.rpartition(".")[2]
     axes = _LETTERS.get("" if last.isdigit() else last, "").split()
     if len(axes) != len(shape):
@@ -102,7 +104,8 @@ def _letters(name: str, shape: tuple[int, ...], sizes: dict[str, int]) -> str:
 
 # %% chapters/16_ffn_and_transformer.ipynb #trace-tensors
 def _named_tensors(name: str, value) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a module's inputs or output, through tuples and mappings; anything else is passed over."""
+    """The tensors in a module's inputs or output, through tuples and mappings; anything else
+    is passed over."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -151,7 +154,8 @@ _COLUMNS = ("module", "kind", "shape", "letters", "dtype", "min", "max", "mean",
 
 
 def _cells(row: TraceRow) -> list[str]:
-    """A row as text. `#` keeps the point in 12.00, so that a reader sees a measured number, not a count."""
+    """A row as text. `#` keeps the point in 12.00, so that a reader sees a measured number,
+    not a count."""
     numbers = [f"{number:#.4g}" for number in (row.min, row.max, row.mean)]
     dtype = str(row.dtype or row.note).removeprefix("torch.")
     shape = "[" + ", ".join(map(str, row.shape)) + "]"
@@ -161,15 +165,18 @@ def _cells(row: TraceRow) -> list[str]:
 
 # %% chapters/16_ffn_and_transformer.ipynb #trace
 class Trace:
-    """Watches a model: `with Trace(model) as trace:` logs what each module returns in the forward passes inside.
+    """Watches a model: `with Trace(model) as trace:` logs what each module returns in the
+    forward passes inside.
 
-    `rows` has one `TraceRow` for each tensor that a module returned, in the order in which the modules finished: a
-    part stands before the whole that it belongs to. `keep` names modules (`*` stands for anything) whose outputs are
-    wanted whole: `tensors[name]` is a copy of the latest, `steps[name]` has one for each call. `table()` prints.
+    `rows` has one `TraceRow` for each tensor that a module returned, in the order in which the
+    modules finished: a part stands before the whole that it belongs to. `keep` names modules
+    (`*` stands for anything) whose outputs are wanted whole: `tensors[name]` is a copy of the
+    latest, `steps[name]` has one for each call. `table()` prints.
 
-    Works on any `nn.Module`, dtype and device. Outside the `with` nothing is computed and no hook exists; leaving it
-    removes the hooks, also by an exception. Traces can be nested. Entering the same one again starts it afresh.
-    Raises `ValueError` for a `keep` pattern that no module has.
+    Works on any `nn.Module`, dtype and device. Outside the `with` nothing is computed and no
+    hook exists; leaving it removes the hooks, also by an exception. Traces can be nested.
+    Entering the same one again starts it afresh. Raises `ValueError` for a `keep` pattern that
+    no module has.
     """
 
     def __init__(self, model: nn.Module, keep: str | Iterable[str] = ()):
@@ -226,7 +233,8 @@ class Trace:
             self._add(call, TraceRow(**self._common(call, call.name), note="raised"))
 
     def _new_step(self, name: str) -> None:
-        """The same module called again from outside the model: the next forward pass has begun."""
+        """The same module called again from outside the model: the next forward pass has
+        begun."""
         if self._step < 0 or name in self._outermost:
             self._step += 1
             self._outermost.clear()
@@ -275,11 +283,13 @@ class Trace:
         return {name: calls[-1] for name, calls in self.steps.items()}
 
     def first_nonfinite(self) -> TraceRow | None:
-        """The row of the module that made the first NaN or inf, or None if everything was finite.
+        """The row of the module that made the first NaN or inf, or None if everything was
+        finite.
 
-        That is the first module to return one although it was given none. If the first module to return one was
-        already given it, the value was made between two modules, by the code of the module around them: then it is
-        that one, unless the first is a probe (`nn.Identity`), which is there to name such a value.
+        That is the first module to return one although it was given none. If the first module
+        to return one was already given it, the value was made between two modules, by the code
+        of the module around them: then it is that one, unless the first is a probe
+        (`nn.Identity`), which is there to name such a value.
         """
         index = next((i for i, row in enumerate(self.rows) if row.nonfinite), None)
         if index is None:
@@ -306,7 +316,8 @@ class Trace:
         )
 
     def select(self, *patterns: str) -> list[TraceRow]:
-        """The rows whose module names match one of `patterns` (`*` stands for anything); all without patterns."""
+        """The rows whose module names match one of `patterns` (`*` stands for anything); all
+        without patterns."""
         rows = self.rows
         return [r for r in rows if not patterns or any(fnmatchcase(r.name, p) for p in patterns)]
 

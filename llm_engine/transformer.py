@@ -35,7 +35,8 @@ from llm_engine.weights import load_weights, open_checkpoint
 
 # %% chapters/16_ffn_and_transformer.ipynb #block
 class Block(nn.Module):
-    """One layer of Llama: x + attn(norm(x)), then x + ffn(norm(x)). Pre-norm, sequential residual.
+    """One layer of Llama: x + attn(norm(x)), then x + ffn(norm(x)). Pre-norm, sequential
+    residual.
 
     Source: transformers, models/llama/modeling_llama.py (`LlamaDecoderLayer`).
     """
@@ -50,7 +51,8 @@ class Block(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T H"], batch: Batch, cache: Cache
     ) -> Float[Tensor, "B T H"]:
-        # Two steps. Each reads a normalized copy of the stream and adds its result to the stream itself.
+        # Two steps. Each reads a normalized copy of the stream and adds its result to the
+        # stream itself.
         x = x + self.attn(self.attn_norm(x), batch, cache)
         return x + self.ffn(self.ffn_norm(x))
 
@@ -63,10 +65,11 @@ ARCHITECTURES = Registry("architecture")  # model_type -> (config) -> Transforme
 class Transformer(nn.Module):
     """Embedding, L blocks, final norm: ids in, one vector of H numbers per position out.
 
-    `forward` stops after the final norm, since not every use needs logits (an embedding model does not, and a prompt
-    needs them for its last position only). `lm_head` turns a hidden vector into V logits; with
-    `config.tie_word_embeddings` it shares the embedding's table. A new model holds reproducible random weights
-    (`reset`); `load_model` is how to get trained ones.
+    `forward` stops after the final norm, since not every use needs logits (an embedding model
+    does not, and a prompt needs them for its last position only). `lm_head` turns a hidden
+    vector into V logits; with `config.tie_word_embeddings` it shares the embedding's table. A
+    new model holds reproducible random weights (`reset`); `load_model` is how to get trained
+    ones.
     """
 
     def __init__(self, config: ModelConfig, block: Callable[[ModelConfig, int], nn.Module] = Block):
@@ -89,11 +92,13 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int = 0) -> "Transformer":
-        """Fill every parameter with random numbers that depend on `seed` only, and return the model.
+        """Fill every parameter with random numbers that depend on `seed` only, and return the
+        model.
 
-        Matrices get a standard deviation of 1/sqrt(columns), so that a product is about as large as its input and
-        attention is far from uniform. Norm weights are near 1 and biases near 0, but not equal to them: a test
-        on this model notices a norm or a bias that is left out.
+        Matrices get a standard deviation of 1/sqrt(columns), so that a product is about as
+        large as its input and attention is far from uniform. Norm weights are near 1 and
+        biases near 0, but not equal to them: a test on this model notices a norm or a bias
+        that is left out.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -117,11 +122,13 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     quantize: str | Callable | None = None,
 ) -> Transformer:
-    """The model of a Hugging Face folder, ready for inference: weights in `dtype` on `device`, no gradients.
+    """The model of a Hugging Face folder, ready for inference: weights in `dtype` on `device`,
+    no gradients.
 
-    Built on the meta device first, as shapes without memory, then filled tensor by tensor: there are never two copies.
-    quantize: a name from `QUANTIZERS`, or a function called as `load_weights` is, to put the weights in with fewer bits.
-    Raises `ConfigError` or `ValueError` for a configuration that this engine does not know, and `WeightsError` for
+    Built on the meta device first, as shapes without memory, then filled tensor by tensor:
+    there are never two copies. quantize: a name from `QUANTIZERS`, or a function called as
+    `load_weights` is, to put the weights in with fewer bits. Raises `ConfigError` or
+    `ValueError` for a configuration that this engine does not know, and `WeightsError` for
     weights that do not fit it.
     """
     config, checkpoint = load_config(folder), open_checkpoint(folder)
@@ -140,7 +147,8 @@ def load_model(
 
 # %% chapters/16_ffn_and_transformer.ipynb #check-rows
 def check_rows(batch: Batch, rows: Int[Tensor, "B R"]) -> None:
-    """Raise `ValueError`, naming the part, if ids [B, T], pos [B, T], tree [B, T, T] and rows [B, R] do not agree."""
+    """Raise `ValueError`, naming the part, if ids [B, T], pos [B, T], tree [B, T, T] and rows
+    [B, R] do not agree."""
     ids, pos, tree = batch
     if ids.ndim != 2 or ids.numel() == 0:
         raise ValueError(f"batch.ids must be [B, T] with at least one token, not {list(ids.shape)}")
@@ -157,7 +165,8 @@ def check_rows(batch: Batch, rows: Int[Tensor, "B R"]) -> None:
         raise ValueError(
             f"rows {list(rows.shape)} must be [B, R] with B = {len(ids)}, as batch.ids {list(ids.shape)} has it"
         )
-    # Values are looked at on the CPU only: on a GPU that would make the program wait for the device.
+    # Values are looked at on the CPU only: on a GPU that would make the program wait for the
+    # device.
     if rows.device.type == "cpu" and rows.numel():
         low, high = int(rows.min()), int(rows.max())
         if low < 0 or high >= ids.shape[1]:
@@ -170,7 +179,8 @@ def check_rows(batch: Batch, rows: Int[Tensor, "B R"]) -> None:
 # %% chapters/16_ffn_and_transformer.ipynb #runner
 @runtime_checkable
 class Runner(Protocol):
-    """Something that turns a batch into logits: torch here, other kernels in later chapters."""
+    """Something that turns a batch into logits: torch here, other kernels in later
+    chapters."""
 
     positions_computed: int  # tokens that went through the layers so far, padding not counted
 
@@ -196,15 +206,16 @@ class TorchRunner:
     ) -> Float[Tensor, "B R V"]:
         """Logits at `rows`: for each of the B sequences, R indexes into its T new tokens.
 
-        The batch and the rows may be on any device; the answer is on the model's. Raises `ValueError` for shapes
-        that do not fit together and for a row outside 0..T-1.
+        The batch and the rows may be on any device; the answer is on the model's. Raises
+        `ValueError` for shapes that do not fit together and for a row outside 0..T-1.
         """
         check_rows(batch, rows)
         self.positions_computed += int((batch.pos >= 0).sum())
         device = self.model.norm.weight.device
         batch = Batch(*(None if part is None else part.to(device) for part in batch))
         rows = rows.to(device)
-        # Run the model, take for each sequence its own R hidden vectors, and only these through the LM head.
+        # Run the model, take for each sequence its own R hidden vectors, and only these
+        # through the LM head.
         hidden = self.model(batch, cache)
         picked = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         return self.model.lm_head(picked)
@@ -235,10 +246,11 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def count_flops(config: ModelConfig, T: int, S: int, rows: int = 1) -> dict[str, int]:
-    """Multiplications and additions in the matrix products of one forward pass: T new tokens, S slots, `rows` logits.
+    """Multiplications and additions in the matrix products of one forward pass: T new tokens,
+    S slots, `rows` logits.
 
-    A product of [a, b] with [b, c] counts 2abc. The scores of all S slots are counted, masked ones too, since they
-    are computed and then hidden.
+    A product of [a, b] with [b, c] counts 2abc. The scores of all S slots are counted, masked
+    ones too, since they are computed and then hidden.
     """
     H, W, V = config.hidden_size, config.intermediate_size, config.vocab_size
     q, kv = (

@@ -132,7 +132,8 @@ def in_style(function: Callable) -> Callable:
 def new_figure(width: Number, height: Number, rows: int = 1, cols: int = 1, **layout):
     """A figure of `width` x `height` inches in the book's style, and its axes.
 
-    One axes is returned bare, several as an array. Nothing global is touched: no pyplot, no backend.
+    One axes is returned bare, several as an array. Nothing global is touched: no pyplot, no
+    backend.
     """
     figure = _matplotlib().figure.Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, cols, **layout)
@@ -149,8 +150,8 @@ def figure_png(figure) -> bytes:
 def show_figure(figure, name: str, **arrays: Any) -> None:
     """Display a figure and publish, beside the picture, the numbers it was drawn from.
 
-    A picture can't be compared by eye in a test; its numbers can. Each of `arrays` (a tensor, an array, a list) appears
-    as a line of text and, whole, under a MIME type of its own.
+    A picture can't be compared by eye in a test; its numbers can. Each of `arrays` (a tensor,
+    an array, a list) appears as a line of text and, whole, under a MIME type of its own.
     """
     from IPython.display import display
 
@@ -180,7 +181,8 @@ def _digest(key: str, values: np.ndarray) -> str:
 
 # %% chapters/10_overview.ipynb #viz-tables
 def show_table(headers: Sequence[str], rows: Iterable[Sequence[Any]], name: str = "") -> None:
-    """Display rows as a table: HTML in a browser, aligned text elsewhere. Floats get four significant digits."""
+    """Display rows as a table: HTML in a browser, aligned text elsewhere. Floats get four
+    significant digits."""
     from IPython.display import display
 
     cells = [[_cell(value) for value in row] for row in rows]
@@ -199,8 +201,9 @@ def show_table(headers: Sequence[str], rows: Iterable[Sequence[Any]], name: str 
 def show_shapes(letters: Mapping[str, str] | None = None, /, **tensors: Tensor) -> None:
     """Display name, shape and dtype of each tensor.
 
-    `letters` maps a tensor's name to its axes, such as {"ids": "B T"}. Then every letter must have one size throughout:
-    a table that contradicts itself raises `ValueError` instead of being printed.
+    `letters` maps a tensor's name to its axes, such as {"ids": "B T"}. Then every letter must
+    have one size throughout: a table that contradicts itself raises `ValueError` instead of
+    being printed.
     """
     letters = letters or {}
     sizes: dict[str, int] = {}
@@ -279,7 +282,8 @@ def _font_characters(file: str = "") -> frozenset[int]:
 
 
 def plain_label(text: str) -> str:
-    """Token text as a plot can show it: spaces visible, control characters and glyphs the font lacks spelled out."""
+    """Token text as a plot can show it: spaces visible, control characters and glyphs the font
+    lacks spelled out."""
     fonts = [_font_characters(), *map(_font_characters, _more_fonts.get().values())]
     if not (
         text.startswith("<") and text.endswith(">")
@@ -293,7 +297,8 @@ def plain_label(text: str) -> str:
 
 
 def plain_title(text: str, longest: int = 50) -> str:
-    """A text as a title can show it: like `plain_label`, but a space is a space, and of a long text the end is shown."""
+    """A text as a title can show it: like `plain_label`, but a space is a space, and of a long
+    text the end is shown."""
     from rich.cells import cell_len
 
     title = ""
@@ -306,9 +311,11 @@ def plain_title(text: str, longest: int = 50) -> str:
 
 
 def token_labels(tokenizer, ids: Iterable[int]) -> list[str]:
-    """A label for each token of a text: `tokenizer.token`, except where characters are cut in two.
+    """A label for each token of a text: `tokenizer.token`, except where characters are cut in
+    two.
 
-    Of a Chinese character in two tokens the second is called `…你`. The first, in which nothing is complete, stays bytes.
+    Of a Chinese character in two tokens the second is called `…你`. The first, in which nothing
+    is complete, stays bytes.
     """
     labels, decoder = [], codecs.getincrementaldecoder("utf-8")()
     for i in ids:
@@ -346,10 +353,12 @@ def plot_heatmap(
 ):
     """Draw a matrix as colored squares: row 0 on top, column 0 at the left.
 
-    Blue from 0 up for what is never negative, red to blue around 0 otherwise. Small matrices have their numbers written
-    in (`numbers` forces it either way). With many rows or columns only each `every`th is named. `log`: equal steps of color
-    are equal ratios; what is below the lower of the `limits` (above 0) looks like it. `block`: of so many rows and columns
-    only the largest value is drawn, where squares would be smaller than a dot. Returns matplotlib's image.
+    Blue from 0 up for what is never negative, red to blue around 0 otherwise. Small matrices
+    have their numbers written in (`numbers` forces it either way). With many rows or columns
+    only each `every`th is named. `log`: equal steps of color are equal ratios; what is below
+    the lower of the `limits` (above 0) looks like it. `block`: of so many rows and columns
+    only the largest value is drawn, where squares would be smaller than a dot. Returns
+    matplotlib's image.
     """
     values = _array(matrix)
     if values.ndim != 2:
@@ -385,7 +394,8 @@ def plot_heatmap(
 def heatmap(
     matrix: Any, name: str, *, size: tuple[Number, Number] | None = None, **options: Any
 ) -> None:
-    """Show one matrix as a figure of its own, with a color bar; options as in `plot_heatmap`."""
+    """Show one matrix as a figure of its own, with a color bar; options as in
+    `plot_heatmap`."""
     values = _array(matrix)
     if size is None and values.ndim == 2:
         size = tuple(float(np.clip(0.36 * n + 1.4, 2.6, 7.5)) for n in values.shape[::-1])
@@ -400,9 +410,11 @@ def heatmap(
 def show_attention(
     probs: Any, tokens: Sequence[str], name: str, *, heads: Sequence[int] | None = None
 ) -> None:
-    """Attention probabilities [heads, T, S] of one layer, one heatmap a head: a row looks at its columns.
+    """Attention probabilities [heads, T, S] of one layer, one heatmap a head: a row looks at
+    its columns.
 
-    `tokens`: S texts for the columns; the last T of them label the rows. `heads`: which heads to draw (default: all).
+    `tokens`: S texts for the columns; the last T of them label the rows. `heads`: which heads
+    to draw (default: all).
     """
     values = _array(probs)
     figure = attention_figure(values, tokens, heads=heads)
@@ -419,8 +431,9 @@ def attention_figure(
 ):
     """The figure of `show_attention`, to be shown or saved.
 
-    Of long texts only some tokens are named, and the scale is logarithmic: shares of a whole shrink as it is divided among
-    more, so that on a linear scale nothing would be left to see. It begins at an even share, 1/S.
+    Of long texts only some tokens are named, and the scale is logarithmic: shares of a whole
+    shrink as it is divided among more, so that on a linear scale nothing would be left to see.
+    It begins at an even share, 1/S.
     """
     values = _array(probs)
     if values.ndim != 3 or values.shape[-1] != len(tokens):
@@ -477,7 +490,8 @@ def attention_figure(
 
 
 def _largest(values: np.ndarray, block: int) -> np.ndarray:
-    """The largest value of each block of so many rows and columns; those at the ends may be smaller."""
+    """The largest value of each block of so many rows and columns; those at the ends may be
+    smaller."""
     for axis, length in enumerate(values.shape):
         values = np.maximum.reduceat(values, range(0, length, block), axis=axis)
     return values
@@ -509,7 +523,8 @@ def _write_numbers(axes, values: np.ndarray, low: float, high: float) -> None:
 # %% chapters/10_overview.ipynb #viz-plots
 @in_style
 def plot_logits(axes, logits: Any, tokenizer, top: int = 10) -> None:
-    """Horizontal bars of the `top` likeliest next tokens; the logit is written beside each bar."""
+    """Horizontal bars of the `top` likeliest next tokens; the logit is written beside each
+    bar."""
     values = _array(logits)
     if values.ndim != 1:
         raise ValueError(
@@ -542,7 +557,8 @@ def plot_logits(axes, logits: Any, tokenizer, top: int = 10) -> None:
 def show_logits(
     logits: Any, tokenizer, name: str, *, top: int = 10, title: str | None = None
 ) -> None:
-    """Show the `top` candidates for the next token: logits [V] of one position, softmax probabilities as bars."""
+    """Show the `top` candidates for the next token: logits [V] of one position, softmax
+    probabilities as bars."""
     values = _array(logits)
     figure = logits_figure(values, tokenizer, top=top, title=title)
     show_figure(figure, name, logits=np.sort(values)[::-1][:top])
@@ -570,7 +586,8 @@ def show_lines(
     size: tuple[Number, Number] = (6, 3),
     **series: Any,
 ) -> None:
-    """Show one line a keyword argument over a common x (default: 0, 1, 2, …). `log`: "x", "y" or "xy"."""
+    """Show one line a keyword argument over a common x (default: 0, 1, 2, …). `log`: "x", "y"
+    or "xy"."""
     figure, axes = new_figure(*size)
     for color, (label, values) in zip(_colors(series), series.items(), strict=True):
         values = _array(values)
@@ -624,7 +641,8 @@ def show_histogram(
     size: tuple[Number, Number] = (6, 3),
     **arrays: Any,
 ) -> None:
-    """Show how the values of each array are spread, over common bins; the counts are what is published."""
+    """Show how the values of each array are spread, over common bins; the counts are what is
+    published."""
     flat = {label: _array(values).ravel() for label, values in arrays.items()}
     joined = np.concatenate(list(flat.values()))
     edges = np.histogram_bin_edges(joined[np.isfinite(joined)], bins)
@@ -686,9 +704,11 @@ PIPELINE = (  # name, text on the box, center x, center y, width
 
 @in_style
 def plot_pipeline(axes, lit: str | Sequence[str] = "all") -> None:
-    """Draw the way from text to next token; the parts named in `lit` are filled, the others outlined.
+    """Draw the way from text to next token; the parts named in `lit` are filled, the others
+    outlined.
 
-    Names: those of `PIPELINE`, and "layers" (the repeated block), "engine" (the loop back), "all".
+    Names: those of `PIPELINE`, and "layers" (the repeated block), "engine" (the loop back),
+    "all".
     """
     wanted = {lit} if isinstance(lit, str) else set(lit)
     known = {name for name, *_ in PIPELINE} | {"layers", "engine", "all"}
@@ -783,7 +803,8 @@ FONTS = (  # asked in this order for what DejaVu Sans lacks; of each system some
 
 @contextmanager
 def machine_fonts(texts: Iterable[str]) -> Iterator[None]:
-    """Inside, characters of `texts` that DejaVu Sans lacks are drawn with fonts of this machine, where it has them."""
+    """Inside, characters of `texts` that DejaVu Sans lacks are drawn with fonts of this
+    machine, where it has them."""
     from matplotlib import font_manager
 
     missing = {ord(c) for text in texts for c in text if c.isprintable()} - _font_characters()
@@ -809,9 +830,11 @@ def machine_fonts(texts: Iterable[str]) -> Iterator[None]:
 
 
 def output_file(path: str | Path | None, name: str, endings: Sequence[str] = PICTURES) -> Path:
-    """Where to write: `path`, or where it is None a file here called `name` that does not exist yet.
+    """Where to write: `path`, or where it is None a file here called `name` that does not
+    exist yet.
 
-    Raises `ValueError` for another ending than those, and `FileNotFoundError` for a folder that is not there.
+    Raises `ValueError` for another ending than those, and `FileNotFoundError` for a folder
+    that is not there.
     """
     if path is None:
         free = (f"{name}{f'-{i}' if i else ''}{endings[0]}" for i in (0, *range(2, 100_000)))
@@ -828,7 +851,8 @@ def output_file(path: str | Path | None, name: str, endings: Sequence[str] = PIC
 
 @in_style
 def save_figure(figure, path: str | Path) -> Path:
-    """Write a figure as PNG, SVG or PDF, as the name says; the same figure gives the same file."""
+    """Write a figure as PNG, SVG or PDF, as the name says; the same figure gives the same
+    file."""
     path = output_file(path, "")
     kind = path.suffix.lower()[1:]
     dates = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -873,11 +897,12 @@ def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def attention_summary(
     probs: Any, tokens: Sequence[str], heads: Sequence[int] | None = None, top: int = 3
 ) -> tuple[list[str], list[list[Any]]]:
-    """A table, headers and rows, that says in words what `attention_figure` shows of a text read whole: [heads, T, T].
+    """A table, headers and rows, that says in words what `attention_figure` shows of a text
+    read whole: [heads, T, T].
 
-    For each head how much of the attention goes to the first token, to the token itself and to the one before it, on average
-    over the tokens but the first, which has no choice; among how many tokens it is spread (the exponential of the entropy);
-    and where the last token looks.
+    For each head how much of the attention goes to the first token, to the token itself and to
+    the one before it, on average over the tokens but the first, which has no choice; among how
+    many tokens it is spread (the exponential of the entropy); and where the last token looks.
     """
     values = _array(probs)
     rows = []
@@ -898,7 +923,8 @@ def attention_summary(
 
 @in_style
 def shapes_figure(rows: Sequence[Any], title: str | None = None):
-    """What each module returned, one bar a module in the order of execution, as long as it is large (logarithmic scale).
+    """What each module returned, one bar a module in the order of execution, as long as it is
+    large (logarithmic scale).
 
     rows: those of a `Trace` (chapter 16), with name, shape and letters.
     """
