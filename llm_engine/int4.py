@@ -215,10 +215,8 @@ def collect_inputs(
     the same input share one tensor.
     """
     found: dict[str, Tensor] = {}
-    last: tuple = (
-        None,
-        None,
-    )  # the input seen last, and what came of it: q, k and v read the same one
+    # The input seen last, and what came of it: q, k and v read the same one.
+    last: tuple = (None, None)
 
     def listen(name):
         def hook(module, inputs):
