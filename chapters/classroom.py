@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -445,6 +446,8 @@ def bring(old: list[Path], replace: set[str] = frozenset(), folder: Path = CHAPT
     """
     places = [place / "chapters" if (place / "chapters").is_dir() else place for place in old]
     for place in places:
+        if not place.is_dir():
+            raise ClassroomError(f"{place}: no such folder")
         if not (place / FRAMES).is_dir():
             raise ClassroomError(f"{place} is no student's folder: it has no {FRAMES}/")
         if place.resolve() == folder.resolve():
@@ -539,11 +542,14 @@ def own_cells(submission: Submission, frame: Chapter, exercise: Exercise, found:
             after = list(frame.code)[list(frame.code).index(cell_id) + 1 :]
             at = next((order.index(i) for i in after if i in order), len(order))
             order.insert(at, cell_id)
-    cells = {i: mine.get(i, source(frame.code.get(i, {}))) for i in order if i != "setup"}
+    # what stands after both the exercise and its test is not needed, and may do anything
+    end = max(order.index(i) for i in (exercise.id, exercise.test_id))
+    order = [i for i in order[: end + 1] if i != "setup"]
+    cells = {i: mine.get(i, source(frame.code.get(i, {}))) for i in order}
     # these fetch names back from the package as it is on disk
     cells = {i: text for i, text in cells.items() if not text.startswith("#| export __")}
     for other in frame.exercises.values():
-        if other.id != exercise.id:
+        if other.id != exercise.id and other.id in cells:
             cells[other.id] = submission.find(other, frame).code
     cells[exercise.id] = found.code
     del cells[
@@ -596,8 +602,9 @@ def package_notes(folder: Path) -> list[str]:
         if not (package / f"{m}.py").exists() or (package / f"{m}.py").read_text("utf8") != text
     ]
     if old:
+        which = ", ".join(sorted(old)) if len(old) <= 5 else f"{len(old)} modules"
         return [
-            f"llm_engine is older than your notebooks ({', '.join(sorted(old))}). Later chapters import it: "
+            f"llm_engine is older than your notebooks ({which}). Later chapters import it: "
             "python chapters/sync.py"
         ]
     return []
@@ -647,15 +654,16 @@ def hint_of(exercise: Exercise) -> str:
     return " ".join(hint)
 
 
-def no_exercise(word: str, chapters: list[Chapter]) -> str:
-    """That there is no such exercise, which there are, and which one was meant."""
-    ids = {i: c for c in chapters for i in c.exercises}
-    near = difflib.get_close_matches(word.lower(), ids, 1, 0.5)
-    of = "; ".join(
-        f"chapter {c.name[:2]} has {', '.join(c.exercises)}" for c in chapters[:12] if c.exercises
-    )
-    meant = f" Did you mean {near[0]} (chapter {ids[near[0]].name[:2]})?" if near else ""
-    return f"{word}: no such exercise.{meant} {of[:1].upper()}{of[1:]}."
+def no_exercise(word: str, named: Iterable[str], frames: dict[str, Chapter]) -> str:
+    """That the chapters named have no such exercise, which they have, and which one was meant, there or elsewhere."""
+    chapters = [frames[name] for name in named if frames[name].exercises]
+    near: list[str] = []
+    for places in (chapters, [*frames.values()]):
+        homes = {i: c.name[:2] for c in places for i in c.exercises}
+        near = near or difflib.get_close_matches(word.lower(), homes.keys() - {word}, 1, 0.5)
+    meant = f" Did you mean {near[0]} (chapter {homes[near[0]]})?" if near else ""
+    have = "; ".join(f"chapter {c.name[:2]} has {', '.join(c.exercises)}" for c in chapters)
+    return f"{word}: no such exercise.{meant} {have[:1].upper()}{have[1:]}."
 
 
 def frames_of(folder: Path) -> dict[str, Chapter]:
@@ -863,13 +871,11 @@ def check_command(
         elif path.suffix == ".ipynb" or word[:1].isdigit() or word == "all" or word in frames:
             places |= {c.name: CHAPTERS / f"{c.name}.ipynb" for c in chosen([word], frames)}
         else:
-            raise ClassroomError(
-                no_exercise(word, [frames[n] for n in places] or [*frames.values()])
-            )
+            raise ClassroomError(no_exercise(word, places or frames, frames))
     for word in only:
         home = [n for n in frames if word in frames[n].exercises]
         if places and not places.keys() & set(home):
-            there = no_exercise(word, [frames[n] for n in places])
+            there = no_exercise(word, places, frames)
             raise ClassroomError(f"{there} There is one in {', '.join(home)}.")
     if only and not places:
         places = {

@@ -626,6 +626,10 @@ def judge(exercise: Exercise, found: Found, outcomes: list[Outcome]) -> Verdict:
     if cause and (own or unknown or test.kind == "Stopped"):  # what happened before says more
         test = verdict.failure = before[cause]
         verdict.message = f"cell {cause} stopped. {in_words(test)}"
+    ended = next((c for c, f in before.items() if f.kind == "Stopped"), None)
+    if test.kind == "Stopped" and ended and ended not in (exercise.id, f"helpers-{exercise.id}"):
+        verdict.state, verdict.failure = "waits", before[ended]
+        verdict.message = f"was not reached: cell {ended} stopped before it. {in_words(before[ended])}. Mend that cell first"
     missing = re.match(r"chapter (\d+), exercise ([\w-]+): not written yet", test.message)
     if test.kind == "NotImplementedError" and missing and missing[2] != exercise.id:
         verdict.state = "waits"
@@ -649,4 +653,5 @@ def in_words(failure: Failure, exercise: Exercise | None = None) -> str:
     if failure.kind != "AssertionError":
         return f"{failure.kind}: {failure.message}{where}"
     message = failure.message or (failure.places[-1][2] if failure.places else "an assertion")
-    return message + (f". Here {failure.got}" if failure.got else "") + where
+    end = "" if message.rstrip().endswith((".", "?", "!", ":")) else "."
+    return message + (f"{end} Here {failure.got}" if failure.got else "") + where

@@ -184,7 +184,11 @@ def test_commands_of_the_classroom_can_be_parsed(command):
         arguments += ["--to", "folder"]
     app.commands[name].make_context(name, list(arguments))
     chapters = [a for a in arguments if re.fullmatch(r"\d\d(-\d\d)?", a)]
-    assert classroom.chosen(chapters, classroom.read_chapters()) or name in ("apply", "bring", "check")
+    assert classroom.chosen(chapters, classroom.read_chapters()) or name in (
+        "apply",
+        "bring",
+        "check",
+    )
 
 
 # ---- numbers of today
