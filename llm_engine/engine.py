@@ -3,6 +3,7 @@
 __all__ = [
     "COMPUTE_DTYPES",
     "DECODERS",
+    "FORGETFUL",
     "Chat",
     "Chunk",
     "Completion",
@@ -12,6 +13,7 @@ __all__ = [
     "StopMatcher",
     "Timings",
     "TokenLogprob",
+    "check_chunk",
     "check_prompt",
     "decode_one",
     "pick",
@@ -344,6 +346,23 @@ def pick(registry: Registry, choice: Any = None) -> Any:
 
 
 # %% chapters/18_engine.ipynb #check-prompt
+FORGETFUL = (
+    "prefill_chunk feeds a prompt in pieces, so it needs a cache that remembers: name another cache, "
+    "or no chunk"
+)
+
+
+def check_chunk(chunk: int | None, cache: Any = None) -> None:
+    """Raises `EngineError` for a `prefill_chunk` that is no whole number from 1 up, or with a cache
+    that holds nothing."""
+    if chunk is None:
+        return
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise EngineError(f"prefill_chunk must be at least 1, a whole number, not {chunk!r}")
+    if cache is NoCache:
+        raise EngineError(FORGETFUL)
+
+
 def check_prompt(ids: Any, vocab_size: int) -> list[int]:
     """Token ids as a list of plain ints, at least one; raises `EngineError` naming what is wrong, and where."""
     if hasattr(ids, "tolist"):
@@ -394,8 +413,7 @@ class Engine:
         self, model: nn.Module, tokenizer: Tokenizer, *, cache: Any = None, runner: Any = None, decoder: Any = None,
         prefill_chunk: int | None = None, folder: Path | None = None,
     ):  # fmt: skip
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise EngineError(f"prefill_chunk must be at least 1, not {prefill_chunk}")
+        check_chunk(prefill_chunk)
         self.model, self.config, self.tokenizer, self.folder = (
             model,
             model.config,
@@ -439,6 +457,7 @@ class Engine:
             pick(registry, choice)
         if isinstance(quantize, str):
             QUANTIZERS[quantize]
+        check_chunk(options.get("prefill_chunk"), pick(CACHES, cache))
         with no_progress(not progress):
             folder = resolve(name_or_folder)
             dtype = pick_dtype(dtype, device, load_config(folder).dtype)
@@ -497,6 +516,8 @@ class Engine:
         after: a request that is over, whose cache is taken along; what both sequences begin with is not computed again.
         """
         begin = time.perf_counter()
+        if record < 0:
+            raise EngineError(f"record must be at least 0, not {record}")
         params = params or SamplingParams()
         ids = self.encode(prompt)
         stop_ids = frozenset(params.stop_token_ids) | (
@@ -583,9 +604,7 @@ class Engine:
             logits, step = [], self.prefill_chunk or len(new)
             for at in range(0, len(new), step):
                 if at and int(cache.seen[0]) != start + at:
-                    raise EngineError(
-                        "prefill_chunk feeds a prompt in pieces, so it needs a cache that remembers: name another cache, or no chunk"
-                    )
+                    raise EngineError(FORGETFUL)
                 piece = new[at : at + step]
                 wanted = range(max(0, len(new) - last - at), len(piece))
                 # On the CPU, where checking and counting cost no wait for the device; the runner moves them.

@@ -77,6 +77,7 @@ from llm_engine.weights import (
     TensorInfo,
     WeightsError,
     weight_map,
+    what_it_is,
 )
 
 
@@ -201,27 +202,6 @@ class GGUFHeader(NamedTuple):
         return self.fields.get(name, default)
 
 
-def _not_gguf(start: bytes, size: int) -> str:
-    """In words, what a file that begins with these bytes is, and what to do about it."""
-    again = "download it again"
-    if size == 0:
-        return f"an empty file. The download or the copy failed: {again}"
-    if start.startswith(b"version https://git-lfs"):
-        return (
-            f"a Git LFS pointer ({size} bytes of text), not the file it points to. "
-            f"Run `git lfs pull` in that folder, or {again}"
-        )
-    if start[:4] in (b"lmgg", b"fmgg", b"tjgg"):
-        return "a model in a format that came before GGUF, which nothing reads any more. Look for the model as GGUF"
-    if start[8:9] == b"{":
-        return "a safetensors file under another name. Call it model.safetensors, with its config.json beside it"
-    if start.startswith((b"PK\x03\x04", b"\x80")):
-        return "a PyTorch pickle under another name. Renaming does not convert it: see chapter 12"
-    if all(32 <= byte < 127 or byte in b"\r\n\t" for byte in start):
-        return f"text, it begins with {start[:24].decode()!r}. Perhaps a page that reports an error: {again}"
-    return f"not a GGUF file: it does not begin with the letters GGUF. It may be damaged: {again}"
-
-
 def _unreadable(kinds: dict[str, int], path: Path) -> GGUFError:
     """The error that names the types which cannot be read, and a way out. kinds: tensor name
     -> number of its type."""
@@ -252,7 +232,7 @@ def read_gguf_header(path: str | Path) -> GGUFHeader:
     with path.open("rb") as file:
         start = file.read(64)
         if start[:4] != b"GGUF":
-            raise GGUFError(f"{path}: {_not_gguf(start, size)}.")
+            raise GGUFError(f"{path}: {what_it_is(start, size, 'GGUF')}.")
         if len(start) < 24:
             raise GGUFError(f"{path}: cut off after {size} bytes. Download it again.")
         (version,) = struct.unpack("<I", start[4:8])

@@ -650,6 +650,11 @@ def resolve(name_or_folder: str | Path = DEFAULT_MODEL, *, progress: bool = True
             return _wheel_model(name, progress=progress)
         return _hub_model(model, progress=progress)
     folder = Path(name).expanduser()
+    try:
+        folder.exists()
+    except OSError as error:
+        shown = name if len(name) < 60 else name[:50] + "…"
+        raise HubError(f"{shown!r} cannot be a model's name: {error.strerror}") from error
     if folder.is_dir():
         if (folder / "config.json").exists():
             return folder

@@ -25,7 +25,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -142,13 +142,15 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     Nothing runs ahead of the reader. Cancelling the reader, or `aclose()`, stops the work
     after the step that is running, and returns when that step is over: from then on nothing
-    touches the request or its cache. (A second cancellation does not wait.) `async with`
-    closes it too. An error in a step is raised where the chunk is awaited.
+    touches the request or its cache. (A second cancellation does not wait; `aclose()` then
+    still does.) `async with` closes it too. An error in a step is raised where the chunk is
+    awaited.
     """
 
     def __init__(self, stream: Stream):
         self.stream = stream
-        self._arrived: asyncio.Future | None = None  # of the step that is asked for
+        self._waiting = False  # for the step that is asked for
+        self._step: Future | None = None  # that one, or the last
 
     @property
     def completion(self) -> Completion:
@@ -156,34 +158,43 @@ class AsyncStream(AsyncIterator[Chunk]):
         return self.stream.completion
 
     async def __anext__(self) -> Chunk:
-        if self._arrived is not None:
+        if self._waiting:
             raise RuntimeError("another task is waiting for the next chunk of this stream")
+        if self._step is not None and not self._step.done():
+            await self._over(self._step)  # its reader was cancelled twice, and did not wait
         # None at the end: a StopIteration cannot travel through a future
-        step = _worker(self.stream.engine).submit(next, self.stream, None)
-        self._arrived = arrived = asyncio.wrap_future(step)
+        self._step = step = _worker(self.stream.engine).submit(next, self.stream, None)
+        self._waiting = True
         try:
-            # unlike `await arrived`, this leaves the step alone when we are cancelled
-            await asyncio.wait([arrived])
+            await self._over(step)
         except asyncio.CancelledError:
             self.stream.close()
             # not begun yet: it never will. Else it is writing into the cache: let it finish
             if not step.cancel():
-                await asyncio.wait([arrived])
+                await self._over(step)
             raise
         finally:
-            self._arrived = None
-            if not arrived.cancel() and not arrived.cancelled():
-                arrived.exception()  # seen, so that asyncio does not report it as overlooked
-        chunk = arrived.result()
+            self._waiting = False
+        chunk = None if step.cancelled() else step.result()
         if chunk is None:
             raise StopAsyncIteration
         return chunk
 
+    @staticmethod
+    async def _over(step: Future) -> None:
+        """Wait until a step is over, however it ends. Who is cancelled here leaves it alone."""
+        arrived = asyncio.wrap_future(step)
+        try:
+            await asyncio.wait([arrived])
+        finally:
+            if not arrived.cancel() and not arrived.cancelled():
+                arrived.exception()  # seen, so that asyncio does not report it as overlooked
+
     async def aclose(self) -> None:
-        """No further step; returns when the one that is running is over."""
+        """No further step; returns when the one that is running is over, whoever waited for it."""
         self.stream.close()
-        if self._arrived is not None:
-            await asyncio.wait([self._arrived])
+        if self._step is not None:
+            await self._over(self._step)
 
     async def __aenter__(self) -> "AsyncStream":
         return self

@@ -856,9 +856,19 @@ def save_figure(figure, path: str | Path) -> Path:
     path = output_file(path, "")
     kind = path.suffix.lower()[1:]
     dates = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    with _matplotlib().rc_context({"svg.hashsalt": "llm-engine"}):
+    with _matplotlib().rc_context({"svg.hashsalt": "llm-engine"}), _naming(path):
         figure.savefig(path, format=kind, dpi=DPI, metadata=dates[kind])
     return path
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of the system, such as a full disk, name the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def save_rows(
@@ -866,7 +876,7 @@ def save_rows(
 ) -> Path:
     """Write a table as CSV, or as JSON with what else there is to say `about` it."""
     path = output_file(path, "", TABLES)
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with _naming(path), path.open("w", encoding="utf-8", newline="") as file:
         if path.suffix.lower() == ".csv":
             csv.writer(file).writerows([headers, *rows])
         else:

@@ -20,6 +20,7 @@ __all__ = [
     "weight_files",
     "weight_map",
     "weight_table",
+    "what_it_is",
 ]
 
 
@@ -33,7 +34,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from llm_engine.config import ModelConfig, Registry
@@ -51,6 +51,7 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
+    begin: int = 0  # the byte of the file where its numbers begin
 
 
 # The names safetensors gives to number formats, and ours.
@@ -82,8 +83,9 @@ def parse_header(file: io.BufferedIOBase) -> tuple[dict[str, Any], int]:
 
 
 # %% chapters/12_weights.ipynb #read-header
-def _not_safetensors(start: bytes, size: int) -> str:
-    """In words, what a file that begins with these (up to 64) bytes is, and what to do about it."""
+def what_it_is(start: bytes, size: int, wanted: str) -> str:
+    """In words, what a file is that begins with these (up to 64) bytes and is not in the format
+    `wanted`, "safetensors" or "GGUF"; and what to do about it."""
     again = "download it again"
     if size == 0:
         return f"an empty file. The download or the copy failed: {again}"
@@ -94,14 +96,24 @@ def _not_safetensors(start: bytes, size: int) -> str:
         )
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return (
-            "a PyTorch pickle under the name of a safetensors file. Renaming does not convert it: "
+            f"a PyTorch pickle under the name of a {wanted} file. Renaming does not convert it: "
             "chapter 12 has a recipe that does"
+        )
+    if start.startswith((b"lmgg", b"fmgg", b"tjgg")):
+        return (
+            "a model in a format that came before GGUF, which nothing reads any more. "
+            "Look for the model as GGUF"
         )
     if start.startswith(b"GGUF"):
         return "a GGUF file under another name. See llm_engine.hub.convert_gguf"
+    if wanted != "safetensors" and start[8:9] == b"{":
+        return (
+            "a safetensors file under another name. "
+            "Call it model.safetensors, with its config.json beside it"
+        )
     if all(32 <= byte < 127 or byte in b"\r\n\t" for byte in start):
         return f"text, it begins with {start[:24].decode()!r}. Perhaps a page that reports an error: {again}"
-    return f"not a safetensors file ({size:,} bytes). It may be cut off, or damaged: {again}"
+    return f"not a {wanted} file ({size:,} bytes). It may be cut off, or damaged: {again}"
 
 
 def read_header(path: str | Path) -> dict[str, TensorInfo]:
@@ -116,16 +128,23 @@ def read_header(path: str | Path) -> dict[str, TensorInfo]:
         start = file.read(64)
         length = int.from_bytes(start[:8], "little")
         if start[8:9] != b"{" or 8 + length > size:
-            raise WeightsError(f"{path}: {_not_safetensors(start, size)}.")
+            raise WeightsError(f"{path}: {what_it_is(start, size, 'safetensors')}.")
         file.seek(0)
         try:
             header, begin = parse_header(file)
             header.pop("__metadata__", None)
-            infos = {
-                name: TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]], path)
-                for name, entry in header.items()
-            }
-            end = begin + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            infos, places = {}, []
+            for name, entry in header.items():
+                first, last = entry["data_offsets"]
+                shape, dtype = torch.Size(entry["shape"]), DTYPES[entry["dtype"]]
+                infos[name] = TensorInfo(tuple(shape), dtype, path, begin + first)
+                places.append((first, last, shape.numel() * dtype.itemsize))
+            # one after the other, nothing between, each as long as its shape says
+            end = begin
+            for first, last, length in sorted(places):
+                if begin + first != end or last - first != length:
+                    raise ValueError(f"bytes {first} to {last}, for {length} bytes of numbers")
+                end = begin + last
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise WeightsError(
                 f"{path}: the header cannot be understood ({error!r}). Download it again."
@@ -208,8 +227,8 @@ LOADERS = Registry("weights format")  # name -> opener(folder) -> Checkpoint
 class SafetensorsCheckpoint:
     """The `*.safetensors` files of a folder: one, or several with an index that says which tensor is where.
 
-    Opening reads the headers only. `read` maps the file into memory, so the operating system fetches what is used, and
-    for no longer than the tensor is: pages of a mapped file count as memory of the process.
+    Opening reads the headers only. From then on it is known where each tensor lies, and `read`
+    takes just its bytes.
     """
 
     def __init__(self, folder: str | Path):
@@ -231,11 +250,21 @@ class SafetensorsCheckpoint:
         )
 
     def read(self, name: str) -> Tensor:
-        """The tensor as stored: a view of the file, which stays mapped while it lives. Copy what is to be kept."""
+        """The tensor as stored. It is in no other place, so what is not kept costs no memory."""
         if name not in self.tensors:
             raise WeightsError(f"{self.folder}: has no tensor {name!r}")
-        with safe_open(self.tensors[name].file, framework="pt", device="cpu") as file:
-            return file.get_tensor(name)
+        shape, dtype, path, begin = self.tensors[name]
+        size = torch.Size(shape).numel() * dtype.itemsize
+        raw = torch.empty(size, dtype=torch.uint8, device="cpu")
+        with path.open("rb") as file:
+            file.seek(begin)
+            got = file.readinto(raw.numpy())
+        if got != len(raw):
+            raise WeightsError(
+                f"{path}: ends within {name}, after {got:,} of {len(raw):,} bytes. The file became "
+                "shorter since it was opened: is something still writing it?"
+            )
+        return raw.view(dtype).view(shape)
 
 
 def open_checkpoint(folder: str | Path, loader: str | None = None) -> Checkpoint:

@@ -253,7 +253,7 @@ def test_a_file_that_was_cut_off_is_noticed_wherever_it_was_cut(tiny, tmp_path_f
         (b"tjgg" + bytes(100), "before GGUF"),
         (b"PK\x03\x04" + bytes(100), "PyTorch pickle"),
         (b'\x40\0\0\0\0\0\0\0{"a": 1}' + bytes(100), "safetensors file under another name"),
-        (bytes(100), "does not begin with the letters GGUF"),
+        (bytes(100), r"not a GGUF file \(100 bytes\)"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
         (b"GGUF" + struct.pack("<III", 1, 0, 0) + bytes(9), "GGUF version 1; this engine reads 2 and 3. Look for a newer file"),
         (b"GGUF" + struct.pack("<IQQ", 4, 0, 0), "version 4.*newer engine"),

@@ -525,6 +525,49 @@ def test_a_second_cancellation_does_not_wait_and_still_stops_the_work(caplog):
     assert after == 1 and not caplog.records
 
 
+@pytest.mark.parametrize("again", ["aclose", "async with", "anext"])
+def test_after_a_second_cancellation_closing_still_waits_for_the_step(again, caplog):
+    """Who closes may then free the cache: nothing must be writing into it any more."""
+    engine, runner = gated()
+
+    async def read():
+        stream = astream(engine, [65], LONG)
+        task = asyncio.create_task(anext(stream))
+        await begun(runner)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert runner.running == 1, "the step goes on"
+
+        async def close():
+            if again == "anext":
+                assert await anext(stream, "over") == "over"
+            elif again == "aclose":
+                await stream.aclose()
+            else:
+                async with stream:
+                    pass
+
+        closing = asyncio.create_task(close())
+        await asyncio.sleep(0.05)
+        assert not closing.done(), "the step still writes into the cache"
+        impatient = asyncio.create_task(stream.aclose())  # this too may be cancelled
+        await asyncio.sleep(0.01)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        assert not closing.done() and runner.running == 1
+        runner.go.release(100)
+        await closing
+        assert runner.running == 0 and runner.steps == 1
+        await stream.aclose()  # once more does no harm
+
+    asyncio.run(read())
+    assert runner.steps == 1 and not caplog.records
+
+
 def test_a_step_that_waits_in_the_queue_never_begins_when_cancelled():
     engine, runner = gated()
 

@@ -6,11 +6,12 @@ import struct
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from llm_engine.config import load_config, read_llama
 from llm_engine.transformer import Transformer, load_model
 from llm_engine.weights import (
+    DTYPES,
     LOADERS,
     NAME_RULES,
     NameRules,
@@ -346,6 +347,12 @@ GOOD = struct.pack("<Q", len(GOOD)) + GOOD + bytes(8)
         (struct.pack("<Q", 4) + b"{oh}", "header cannot be understood"),
         (struct.pack("<Q", 11) + b'{"a": "F9"}', "header cannot be understood"),
         (struct.pack("<Q", 2**62) + bytes(60), "not a safetensors file"),
+        (b"tjgg" + bytes(60), "came before GGUF"),
+        (GOOD.replace(b"[2]", b"[3]"), "header cannot be understood.*bytes 0 to 8, for 12"),
+        (GOOD.replace(b"F32", b"F64"), "header cannot be understood.*bytes 0 to 8, for 16"),
+        (GOOD.replace(b"[0,8]", b"[1,8]"), "header cannot be understood.*bytes 1 to 8"),
+        (GOOD.replace(b"[0,8]", b"[8,0]"), "header cannot be understood.*bytes 8 to 0"),
+        (GOOD.replace(b"[2]", b"-12"), "header cannot be understood"),
     ],
 )
 def test_files_that_are_not_what_their_name_says(tmp_path, content, says):
@@ -368,6 +375,52 @@ def test_a_good_file_in_few_bytes(tmp_path):
         checkpoint.read("b")
     with (tmp_path / "model.safetensors").open("rb") as file:
         assert parse_header(file)[1] == len(GOOD) - 8
+
+
+def test_every_number_format_is_read_as_the_library_reads_it(tmp_path):
+    kinds = sorted(DTYPES.values(), key=lambda kind: -kind.itemsize)
+    weights = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
+    weights |= {"one": torch.tensor(2.5), "none": torch.empty(0, 4)}
+    save_file(weights, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        read = checkpoint.read(name)
+        assert read.dtype == tensor.dtype and read.shape == tensor.shape
+        assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8)) if read.ndim else True
+    assert checkpoint.read("one").item() == 2.5
+
+
+def test_the_header_is_read_once_however_many_tensors_there_are(tmp_path):
+    """Once the whole header was parsed again for each tensor: 4,608 small ones took four minutes."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(3.0), "b": torch.arange(4)}, path)
+    checkpoint = open_checkpoint(tmp_path)
+    with path.open("r+b") as file:  # no second look at it could succeed
+        file.write(b"\xff" * 60)
+    assert checkpoint.read("a").tolist() == [0, 1, 2]
+    assert checkpoint.read("b").tolist() == [0, 1, 2, 3]
+
+
+def test_a_file_that_becomes_shorter_after_it_was_opened(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(GOOD)
+    checkpoint = open_checkpoint(tmp_path)
+    path.write_bytes(GOOD[:-3])
+    with pytest.raises(WeightsError, match="ends within a, after 5 of 8 bytes"):
+        checkpoint.read("a")
+
+
+def test_what_is_read_is_no_view_of_the_file(tmp_path):
+    """What is let go is gone, and what is kept does not change with the file."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(3)}, path)
+    kept = open_checkpoint(tmp_path).read("a")
+    kept += 1
+    assert open_checkpoint(tmp_path).read("a").tolist() == [1, 1, 1]
+    with path.open("r+b") as file:
+        file.seek(-12, 2)
+        file.write(bytes(12))
+    assert kept.tolist() == [2, 2, 2]
 
 
 def test_folders_without_safetensors(tmp_path):
