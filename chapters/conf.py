@@ -20,6 +20,7 @@ extensions = [
     "sphinx_copybutton",
     "site_cells",
     "site_pages",
+    "site_pipeline",
     "site_reference",
 ]
 exclude_patterns = ["_build", "_templates", "jupyter_execute", "**.ipynb_checkpoints"]
@@ -62,5 +63,8 @@ html_js_files = ["book.js"]
 html_copy_source = True
 html_show_copyright = html_show_sphinx = False
 mathjax_path = "mathjax/tex-chtml.js"
-mathjax3_config = {"options": {"enableMenu": False}}  # the menu would load more files
-copybutton_exclude = ".linenos, .gp, .go"
+mathjax3_config = {
+    "options": {"enableMenu": False},  # the menu would load more files
+    "chtml": {"matchFontHeight": False, "scale": 1.08},  # else as large as the tallest system font
+}
+copybutton_exclude = ".linenos, .gp, .go, summary"

@@ -40,9 +40,9 @@ class Entry:
 
     @property
     def first_line(self) -> str:
-        """The first sentence or line of its docstring, in Markdown."""
-        text = docstring(self.node)
-        return markdown(text.split("\n")[0]) if text else ""
+        """The first sentence of its docstring, in Markdown."""
+        text = " ".join(docstring(self.node).split("\n\n")[0].split())
+        return markdown(re.split(r"(?<=\.) (?=[A-Z`])", text)[0])
 
 
 def entries_of(cells: Iterable[sync.Cell]) -> list[Entry]:

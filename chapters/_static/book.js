@@ -23,3 +23,22 @@ document.addEventListener("DOMContentLoaded", () => {
     return summary;
   };
 });
+
+/* What is folded is opened for printing, and folded again. */
+let opened = [];
+addEventListener("beforeprint", () => {
+  opened = [...document.querySelectorAll(".bd-article details:not([open])")];
+  opened.forEach((details) => details.setAttribute("open", ""));
+});
+addEventListener("afterprint", () => opened.forEach((details) => details.removeAttribute("open")));
+
+/* On a phone: figures, formulas and printed tables that go on at the right fade out there, until one has scrolled to their end. */
+addEventListener("load", () => {
+  const boxes = document.querySelectorAll(".bd-article :is(.cell_output > a, .columns pre, .math)");
+  const look = (box) => box.classList.toggle("goes-on", box.scrollLeft + box.clientWidth < box.scrollWidth - 8);
+  const all = () => boxes.forEach(look);
+  boxes.forEach((box) => box.addEventListener("scroll", () => look(box)));
+  addEventListener("resize", all);
+  window.MathJax?.startup?.promise.then(all);
+  all();
+});
