@@ -53,9 +53,9 @@ class Scheme:
     """How numbers are stored: in `bits` bits (8 or 4), with one scale for each `group_size`
     columns of a row.
 
-    `group_size` None: one scale for the whole row. `symmetric`: w = scale * q; otherwise w =
-    scale * q + offset. Scales and offsets are float16. Raises `QuantizationError` for a scheme
-    that does not exist.
+    `group_size` None: one scale for the whole row, as there is for a row that is no longer than
+    a group. `symmetric`: w = scale * q; otherwise w = scale * q + offset. Scales and offsets are
+    float16. Raises `QuantizationError` for a scheme that does not exist.
     """
 
     bits: int = 8
@@ -102,9 +102,8 @@ class Scheme:
 
     def group(self, columns: int) -> int:
         """Columns that share a scale, padding included."""
-        if self.group_size is not None:
-            return self.group_size
-        return columns + columns % 2 if self.bits == 4 else columns
+        row = columns + columns % 2 if self.bits == 4 else columns
+        return row if self.group_size is None else min(self.group_size, row)
 
     def groups(self, columns: int) -> int:
         """Scales of a row of `columns` columns; the last group may be incomplete, so by

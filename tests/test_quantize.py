@@ -261,12 +261,22 @@ def test_padding_does_not_change_the_last_group():
     assert (dequantize(q, scheme, 40) - weight).abs().max() < 0.005
 
 
-def test_a_group_larger_than_the_row_is_filled_up():
-    scheme = Scheme(4, 64)
-    weight = torch.randn(2, 10)
-    q = round_to_nearest(weight, scheme)
-    assert q.packed.shape == (2, 32) and dequantize(q, scheme, 10).shape == (2, 10)
-    assert scheme.bits_per_weight(2, 10) == 8 * 34 / 10, "and the waste is counted"
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("columns", [1, 10, 33, 63])
+def test_a_group_larger_than_the_row_is_the_row(bits, columns):
+    """Nothing is filled up to a group that no row reaches: 64 columns or many millions, a row is what is stored."""
+    weight = torch.randn(2, columns)
+    whole = round_to_nearest(weight, Scheme(bits))
+    for group in (64, 99_999_998):
+        scheme = Scheme(bits, group)
+        q = round_to_nearest(weight, scheme)
+        assert q.offset is None and torch.equal(q.packed, whole.packed)
+        assert torch.equal(q.scale, whole.scale)
+        assert torch.equal(dequantize(q, scheme, columns), dequantize(whole, Scheme(bits), columns))
+        assert scheme.bytes(2, columns) == Scheme(bits).bytes(2, columns)
+        layer = QuantizedLinear(columns, 2, scheme)
+        assert layer.packed.shape == q.packed.shape and layer.scale.shape == (2, 1)
+    assert Scheme(bits, 64).groups(65) == 2, "one column more begins a second group"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
