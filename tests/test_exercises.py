@@ -2,7 +2,7 @@
 
 For each exercise the cells before it that its tests need are run once. Then come what nbgrader leaves of the exercise, each wrong
 solution of wrong_solutions.py, and the solution, each with the cells between exercise and tests, and then the tests: those that a
-student sees, and all of them. The solution comes last, so that a failure before it is no leftover of another one.
+student sees, and if these pass the hidden ones. The solution comes last, so that a failure before it is no leftover of another one.
 All of it happens in one process of its own, started by the fixture `outcomes`.
 """
 
@@ -237,9 +237,16 @@ class Session:
             self.namespace(before)
             errors = broken + self.run({i: cells[i] for i in order[at:]} | {exercise.id: code})
             seen = self.run({exercise.test_id: exercise.seen_tests})
-            every = seen or self.run({exercise.test_id: exercise.tests})
+            every = seen or self.run({exercise.test_id: rest_of(exercise)})
             found[version] = {"cells": errors, "seen": seen, "all": every}
         return found
+
+
+def rest_of(exercise: Exercise) -> str:
+    """The tests that are still to be run once those that are seen were: hidden ones are at the end, except where they are not."""
+    seen, mark, hidden = exercise.tests.partition("### BEGIN HIDDEN TESTS\n")
+    at_the_end = mark and not hidden.partition("### END HIDDEN TESTS")[2].strip()
+    return hidden if at_the_end and seen.strip() == exercise.seen_tests.strip() else exercise.tests
 
 
 def main() -> None:
