@@ -1051,7 +1051,7 @@ sys.modules["resource"] = None
 def without_fork(tmp_path, monkeypatch) -> Path:
     """A folder whose trials find themselves on a system without fork, signals and limits of resources."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_FORK)
-    monkeypatch.delattr(os, "killpg")
+    monkeypatch.delattr(os, "killpg", raising=False)
     monkeypatch.setattr("trials.GRACE", 0.3)
     return tmp_path
 
