@@ -816,9 +816,10 @@ def grade_command(
             graded = grading.grade(handed, due, book, to, limits=limits, **more)
         except grading.Interrupted as stop:
             stack.close()
+            where = f", and in {to}/scores.csv" if stop.done else ""
             out.print(
-                f"Stopped: {stop.done} of {stop.total} notebooks are graded, and in {to}/scores.csv. The same command "
-                "goes on from here; it does not grade them again."
+                f"Stopped: {stop.done} of {stop.total} notebooks are graded{where}. The same command goes on from "
+                "here; it grades none of them again."
             )
             raise typer.Exit(130) from None
     most = sum(e.points for c in due for e in c.exercises.values())
