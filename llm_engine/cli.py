@@ -4,10 +4,12 @@ __all__ = [
     "FriendlyGroup",
     "NotesToStderr",
     "app",
+    "in_words",
     "main",
     "notes_to_stderr",
     "options",
     "quantize",
+    "read_stdin",
     "show_plan",
     "verify",
 ]
@@ -15,7 +17,9 @@ __all__ = [
 
 # %% chapters/18_engine.ipynb #cli
 import contextlib
+import errno
 import logging
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,6 +58,35 @@ def notes_to_stderr(level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
+def in_words(error: Exception) -> str:
+    """An error as a line for the user: what of, what happened, and, of what the system reports, what to do."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    way_out = {
+        errno.ENOSPC: "Make room there, or write somewhere else",
+        errno.EACCES: "Choose another place, or ask for the right to it",
+        errno.EPERM: "Choose another place, or ask for the right to it",
+        errno.EROFS: "Choose another place",
+        errno.ENAMETOOLONG: "Is that a name?",
+    }.get(error.errno, "")
+    name = str(error.filename if error.filename is not None else "the output")
+    name = name if len(name) < 300 else name[:50] + "…"
+    return f"{name}: {error.strerror}" + (f". {way_out}" if way_out else "")
+
+
+def read_stdin() -> str:
+    """All of the standard input, which must be text."""
+    if sys.stdin is None:
+        raise ValueError("there is no standard input to read from: give the text itself, not -")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"the standard input is not text in {error.encoding.upper()} (byte {error.start:,} is "
+            f"0x{error.object[error.start]:02x}): convert it first, or is it the wrong file?"
+        ) from error
+
+
 class FriendlyGroup(TyperGroup):
     """Commands whose errors are one line on stderr and exit code 1; `llm-engine --debug …` shows the traceback."""
 
@@ -69,10 +102,8 @@ class FriendlyGroup(TyperGroup):
             if ctx.params.get("debug") or hasattr(error, "show"):
                 raise
             known = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
-            typer.echo(
-                f"error: {error}" if known else f"unexpected {type(error).__name__}: {error}",
-                err=True,
-            )
+            what = "error" if known else f"unexpected {type(error).__name__}"
+            typer.echo(f"{what}: {in_words(error)}", err=True)
             if not known:
                 typer.echo(
                     "This looks like a bug. `llm-engine --debug …` shows where it happened.",
@@ -230,6 +261,24 @@ StopOption = Annotated[
         help=r"End before this text; may be given several times. \n is a newline.",
     ),
 ]
+BiasOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logit-bias",
+        metavar="TOKEN=VALUE",
+        rich_help_panel="Sampling",
+        help="Add VALUE, -100 to 100, to a token's logit (-inf forbids it). TOKEN: an id, or the text of"
+        " one token, blank included. May be given several times.",
+    ),
+]
+ChunkOption = Annotated[
+    int | None,
+    typer.Option(
+        "--prefill-chunk",
+        rich_help_panel="Machine",
+        help="Read the prompt in pieces of so many tokens: less memory for long ones.",
+    ),
+]
 SuggestedOption = Annotated[
     bool,
     typer.Option(
@@ -248,14 +297,56 @@ def sampling_values(**given: Any) -> dict[str, Any]:
     values = {name: value for name, value in given.items() if value is not None}
     if "stop" in values:
         values["stop"] = tuple(s.replace(r"\n", "\n").replace(r"\t", "\t") for s in values["stop"])
-    SamplingParams(**values)
+    if "logit_bias" in values:
+        values["logit_bias"] = read_biases(values["logit_bias"])
+    SamplingParams(**{**values, "logit_bias": {}})
     return values
+
+
+def read_biases(given: Sequence[str]) -> dict[str, float]:
+    """What each `TOKEN=VALUE` says, in the words of the user: the tokenizer may not be there yet."""
+    biases: dict[str, float] = {}
+    for text in given:
+        token, equals, number = text.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not token or not equals or not (value == -math.inf or -100 <= value <= 100):
+            raise ValueError(
+                f"--logit-bias {text!r} should look like ' Paris=-5' or 7042=-5: the text or the id of"
+                " a token, and a number from -100 to 100, or -inf"
+            )
+        token = token.replace(r"\n", "\n").replace(r"\t", "\t")
+        if biases.setdefault(token, value) != value:
+            raise ValueError(f"--logit-bias: {token!r} is given twice, with different values")
+    return biases
+
+
+def bias_ids(tokenizer: Tokenizer, biases: dict[str, float]) -> dict[int, float]:
+    """The same, by token id. Raises `ValueError` for a text that is not one token."""
+    found: dict[int, float] = {}
+    for text, value in biases.items():
+        ids = [int(text)] if text.isdecimal() else tokenizer.encode(text, add_bos=False)
+        if len(ids) != 1:
+            pieces = ", ".join(f"{tokenizer.token(i)!r} ({i})" for i in ids[:8])
+            raise ValueError(
+                f"--logit-bias: {text!r} is {len(ids)} tokens here, {pieces}; a bias is for one. Name"
+                " one of them, by its id or its text (a blank before a word is part of it)"
+            )
+        if found.setdefault(ids[0], value) != value:
+            raise ValueError(
+                f"--logit-bias: {text!r} is token {ids[0]}, which is given twice, with different values"
+            )
+    return found
 
 
 def request_params(
     engine: Engine, suggested: bool, max_new_tokens: int, values: dict[str, Any]
 ) -> SamplingParams:
     """The options given, over the model's own suggestions or over the command's default length."""
+    if "logit_bias" in values:
+        values = values | {"logit_bias": bias_ids(engine.tokenizer, values["logit_bias"])}
     if suggested:
         return engine.default_params(**values)
     return SamplingParams(**{"max_new_tokens": max_new_tokens, **values})
@@ -315,6 +406,7 @@ def generate(
     frequency_penalty: FrequencyOption = None,
     seed: SeedOption = None,
     stop: StopOption = None,
+    logit_bias: BiasOption = None,
     suggested: SuggestedOption = False,
     chat_template: Annotated[
         bool,
@@ -330,13 +422,16 @@ def generate(
     candidates: Annotated[
         int,
         typer.Option(
-            "--candidates", help="Then list the N likeliest that sampling left at each step."
+            "--candidates",
+            min=0,
+            help="Then list the N likeliest that sampling left at each step.",
         ),
     ] = 0,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     cache: CacheOption = None,
     runner: RunnerOption = None,
+    prefill_chunk: ChunkOption = None,
     quantize: QuantizeOption = None,
 ) -> None:
     """Continue a text, word by word.
@@ -349,17 +444,21 @@ def generate(
     llm-engine generate "Once upon a time" -t 0.8 --top-p 0.95 --seed 7 --stats
 
     llm-engine generate --chat "Why is the sky blue?" -n 200
+
+    llm-engine generate "The capital of France is" --logit-bias " Paris=-100"
     [/dim]
     """
     values = sampling_values(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty, seed=seed, stop=stop, logprobs=logprobs,
+        logit_bias=logit_bias,
     )  # fmt: skip
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_stdin() if prompt == "-" else prompt
     engine = Engine.from_pretrained(
-        model, device=device, dtype=dtype, cache=cache, runner=runner, quantize=quantize
-    )
+        model, device=device, dtype=dtype, cache=cache, runner=runner, quantize=quantize,
+        prefill_chunk=prefill_chunk,
+    )  # fmt: skip
     params = request_params(engine, suggested, 64, values)
     ids = text
     if chat_template:
@@ -477,7 +576,7 @@ def model_and_text(words: list[str], named: str | None = None) -> tuple[str, str
     if not first and named is None and text in MODELS:
         raise typer.BadParameter(f"{text} is a model; after it comes a text, in quotes")
     model = which_model(first[0] if first else None, named)
-    return model, sys.stdin.read() if text == "-" else text
+    return model, read_stdin() if text == "-" else text
 
 
 def read_tokens(engine: Engine, text: str, chat: bool) -> tuple[list[int], list[str]]:
@@ -845,12 +944,14 @@ def chat(
     presence_penalty: PresenceOption = None,
     frequency_penalty: FrequencyOption = None,
     seed: SeedOption = None,
+    logit_bias: BiasOption = None,
     suggested: SuggestedOption = False,
     stats: StatsOption = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     cache: CacheOption = None,
     runner: RunnerOption = None,
+    prefill_chunk: ChunkOption = None,
     quantize: QuantizeOption = None,
 ) -> None:
     """Talk with a model.
@@ -861,11 +962,12 @@ def chat(
     values = sampling_values(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty, seed=seed,
+        frequency_penalty=frequency_penalty, seed=seed, logit_bias=logit_bias,
     )  # fmt: skip
     engine = Engine.from_pretrained(
-        model, device=device, dtype=dtype, cache=cache, runner=runner, quantize=quantize
-    )
+        model, device=device, dtype=dtype, cache=cache, runner=runner, quantize=quantize,
+        prefill_chunk=prefill_chunk,
+    )  # fmt: skip
     params = request_params(engine, suggested, 512, values)
     talk = Chat(engine, system=system, params=params)
     # no template, or one that takes no instructions: better said now than after the first
@@ -976,7 +1078,12 @@ def show_plan(
 # %% chapters/32_memory.ipynb #cli-quantize
 from pathlib import Path
 
-from llm_engine.quantized_files import find_recipe, save_quantized
+from llm_engine.quantized_files import (
+    QuantizedCheckpoint,
+    check_free,
+    find_recipe,
+    save_quantized,
+)
 from llm_engine.transformer import load_model
 from llm_engine.weights import open_checkpoint
 
@@ -999,8 +1106,14 @@ def quantize(
     [/dim]
     """
     recipe = find_recipe(scheme)
+    check_free(folder)
     source = resolve(model)
     before = open_checkpoint(source)
+    if isinstance(before, QuantizedCheckpoint):
+        raise ValueError(
+            f"{source} is quantized already, as {before.recipe}: load it as it is, or quantize the float"
+            " model it was made from"
+        )
     quantized = load_model(source, quantize=recipe)
     save_quantized(quantized, folder, source, recipe.name)
     after = sum(weight.nbytes for weight in quantized.parameters())

@@ -22,6 +22,7 @@ __all__ = [
 
 
 # %% chapters/32_memory.ipynb #memory-exp
+import importlib.util
 import re
 import weakref
 from collections.abc import Callable
@@ -41,8 +42,8 @@ from llm_engine.engine import COMPUTE_DTYPES, pick_device, pick_dtype
 from llm_engine.hub import MODELS, HubError, resolve
 from llm_engine.int8_cache import int8_cache_bytes
 from llm_engine.kv_cache import cache_bytes, grown
-from llm_engine.quantize import SLICE
-from llm_engine.quantized_files import QuantizedCheckpoint, Recipe, find_recipe
+from llm_engine.quantize import SLICE, QuantizedLinear
+from llm_engine.quantized_files import QuantizedCheckpoint, Recipe, find_recipe, place
 from llm_engine.transformer import ARCHITECTURES, RUNNERS
 from llm_engine.weights import Checkpoint, WeightsError, available_memory, open_checkpoint
 
@@ -199,7 +200,12 @@ def parse_size(text: str | int) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
     if not found or found[2] not in UNITS:
         raise PlanError(f"{text!r} is not a size of memory. Write 8GB, 7.5 GiB or 512MB")
-    return int(float(found[1]) * UNITS[found[2]])
+    size = float(found[1]) * UNITS[found[2]]
+    if size > 1e18:  # a billion GB; beyond some length it is infinity
+        raise PlanError(
+            f"{str(text)[:24]}… is more memory than there is. Write 8GB, 7.5 GiB or 512MB"
+        )
+    return int(size)
 
 
 def show_size(size: int) -> str:
@@ -310,6 +316,7 @@ class Way(NamedTuple):
     dtype: torch.dtype  # of what is not quantized, and in which it computes
     decoded: bool  # are weights quantized?
     weights: int  # bytes
+    refused: str | None = None  # why the kernels of chapter 22 cannot run it, where they were to
 
 
 @dataclass(frozen=True)
@@ -331,11 +338,11 @@ class Planner:
 
     def need(self, name: str, longest: bool = True) -> Need:
         """Bytes for the precision of that name."""
-        dtype, decoded, weights = self.ways[name]
+        dtype, decoded, weights, refused = self.ways[name]
         held = CACHE_BYTES[self.cache](self.config, self.context, self.batch, dtype)
         new = min(self.context, self.chunk or self.context)
         pass_bytes = working_bytes
-        if self.fast:
+        if self.fast and refused is None:
             pass_bytes = partial(fast_working_bytes, threads=self.threads)
         working = pass_bytes(
             self.config, new, self.context, self.batch, dtype, cache=self.cache, decoded=decoded
@@ -404,7 +411,7 @@ class Planner:
         if not self.chunk or self.chunk > 512:
             others.append(
                 (
-                    "the prompt 512 tokens at a time (in Python, Engine(prefill_chunk=512))",
+                    "the prompt 512 tokens at a time (--prefill-chunk 512)",
                     {"chunk": 512},
                 )
             )
@@ -422,13 +429,16 @@ class Planner:
         both = replace(self, cache="int8", chunk=min(512, self.chunk or 512))
         most = both._largest("context", wanted, self.context)
         alone = replace(both, batch=1)._largest("context", wanted, self.context)
-        if most:
-            lines.append(
-                f"  - --cache int8 and prefill_chunk=512 together: a context of {most:,} fits"
-            )
-        elif alone:
-            lines.append(f"  - both of these, and --batch 1: a context of {alone:,} fits")
-        else:
+        changes = ["--cache int8"] if self.cache != "int8" else []
+        changes += ["--prefill-chunk 512"] if both.chunk != self.chunk else []
+        if most and changes:  # without them, it is the first line
+            together = " together" if len(changes) > 1 else ""
+            lines.append(f"  - {' and '.join(changes)}{together}: a context of {most:,} fits")
+        elif alone and not most:
+            before = "".join(f"{change}, and " for change in changes[-1:])
+            before = "both of these, and " if len(changes) > 1 else before
+            lines.append(f"  - {before}--batch 1: a context of {alone:,} fits")
+        elif not most:
             lines.append(
                 "  - all of it is not enough: take a smaller model, or a machine with more memory"
             )
@@ -451,6 +461,10 @@ def plan(
     config, checkpoint, title = _describe(model)
     picked = _device(device, asked_elsewhere=memory is not None)
     room = available_memory(picked) if memory is None else parse_size(memory)
+    asked = {"context": context, "batch": batch, "prefill_chunk": prefill_chunk}
+    for what, number in asked.items():
+        if number is not None and type(number) is not int:
+            raise PlanError(f"{what} must be a whole number, not {number!r}")
     context = min(CONTEXT, config.max_position_embeddings) if context is None else context
     if not 1 <= context <= config.max_position_embeddings:
         raise PlanError(
@@ -465,7 +479,17 @@ def plan(
         raise PlanError(
             f"no formula for the cache {cache!r} is known. There are: {', '.join(CACHE_BYTES)}"
         )
-    fast = picked.type == "cpu" and (runner or RUNNERS.default) in ("auto", "numba")
+    runner = RUNNERS.default if runner is None else runner
+    RUNNERS[runner]
+    if runner == "cuda-graph" and picked.type != "cuda":
+        raise PlanError(
+            f"runner='cuda-graph' needs a model on a CUDA device, not {picked}. Plan with runner='torch'"
+        )
+    if runner == "numba" and picked.type != "cpu":
+        raise PlanError(
+            f"runner='numba' works on the CPU, not on {picked}. Plan with runner='torch'"
+        )
+    fast = picked.type == "cpu" and runner in ("auto", "numba")
     kind = pick_dtype(dtype, picked, config.dtype if config.dtype in COMPUTE_DTYPES else "float32")
     bare = skeleton(config)
     sizes = [weight.numel() for weight in bare.parameters()]
@@ -473,8 +497,11 @@ def plan(
     if checkpoint is not None:
         stored = ((info.dtype, torch.Size(info.shape)) for info in checkpoint.tensors.values())
         largest = max(dtype.itemsize * shape.numel() for dtype, shape in stored)
+    ways, notes = _ways(bare, checkpoint, kind), []
+    if fast:
+        ways, notes = _refusals(config, checkpoint, ways, runner, elsewhere=memory is not None)
     planner = Planner(
-        config, _ways(bare, checkpoint, kind), sum(sizes), largest, context, batch, cache, prefill_chunk, picked,
+        config, ways, sum(sizes), largest, context, batch, cache, prefill_chunk, picked,
         fast, torch.get_num_threads(), room,
     )  # fmt: skip
     pieces = "at once" if not prefill_chunk else f"in pieces of {prefill_chunk:,}"
@@ -488,8 +515,50 @@ def plan(
         question=f"context {context:,}, batch {batch}, cache {cache}, prompt {pieces}; {where}",
         memory=room,
         needs=tuple(planner.need(name) for name in planner.ways),
-        advice=tuple(planner.advice()),
+        advice=(*notes, *planner.advice()),
     )
+
+
+def _refusals(
+    config: ModelConfig,
+    checkpoint: Checkpoint | None,
+    ways: dict[str, Way],
+    runner: str,
+    elsewhere: bool,
+) -> tuple[dict[str, Way], list[str]]:
+    """The ways, each with the reason why chapter 22's kernels cannot run it, if there is one; and
+    what there is to say of it. Raises `PlanError` where they were asked for by name and can run
+    none.
+
+    They decide by a model's modules, their shapes and number formats. So a layer is made in memory
+    that is asked for and never written to, which systems do not count.
+    """
+    reasons: dict[str, str] = {}
+    if not elsewhere and importlib.util.find_spec("numba") is None:
+        reasons = dict.fromkeys(ways, "the package numba is not installed")
+    else:
+        from llm_engine.numba_runner import why_not  # only now: Numba takes a while to import
+
+        for name, way in ways.items():
+            model = skeleton(replace(config, num_hidden_layers=1)).to(way.dtype)
+            schemes = find_recipe(name).schemes(model) if name in ("int8", "int4") else {}
+            if isinstance(checkpoint, QuantizedCheckpoint):
+                there = dict(model.named_modules())  # of one layer
+                schemes = {n: s for n, s in checkpoint.schemes.items() if n in there}
+            for matrix, scheme in schemes.items():
+                if matrix != "embed":
+                    rows, columns = model.get_submodule(matrix).weight.shape
+                    codes = QuantizedLinear(columns, rows, scheme, device="meta").quantized
+                    place(model, matrix, codes, scheme, columns, way.dtype)
+            if (reason := why_not(model.to_empty(device="cpu"))) is not None:
+                reasons[name] = reason
+    told = [f"runner='numba' cannot run {' and '.join(n for n in reasons if reasons[n] == reason)}: {reason}"
+            for reason in dict.fromkeys(reasons.values())]  # fmt: skip
+    if runner == "numba" and len(reasons) == len(ways):
+        raise PlanError(f"{told[0]}. Plan with runner='torch', or leave it out")
+    end = "." if runner == "numba" else "; torch stands in, as counted here."
+    ways = {name: way._replace(refused=reasons.get(name)) for name, way in ways.items()}
+    return ways, [f"Note: {line}{end}" for line in told]
 
 
 def _ways(bare: nn.Module, checkpoint: Checkpoint | None, dtype: torch.dtype) -> dict[str, Way]:

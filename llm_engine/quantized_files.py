@@ -8,6 +8,7 @@ __all__ = [
     "QuantizedCheckpoint",
     "Recipe",
     "by_slices",
+    "check_free",
     "check_tied",
     "find_recipe",
     "move_buffers",
@@ -260,12 +261,13 @@ QUANTIZERS["int4"] = Recipe("int4", Scheme(4, 64, symmetric=False), Scheme(8), l
 QUANTIZERS["int4-rtn"] = Recipe("int4-rtn", Scheme(4, 64, symmetric=False), Scheme(8))
 
 
-def scheme_recipe(name: str) -> Recipe | None:
-    """The recipe that has the name of a scheme, such as "int4-g32": the head is then int8. None for other names."""
+def scheme_recipe(name: str) -> Recipe:
+    """The recipe that has the name of a scheme, such as "int4-g32": the head is then int8. Raises `QuantizationError`
+    for other names, and for a scheme that does not exist."""
     try:
         scheme = Scheme.parse(name)
-    except QuantizationError:
-        return None
+    except QuantizationError as error:
+        raise QuantizationError(f"{error}. Recipes: {', '.join(sorted(QUANTIZERS))}") from None
     return Recipe(name, scheme, scheme if scheme.bits == 8 else Scheme(8), listen=True)
 
 
@@ -275,13 +277,11 @@ QUANTIZERS.maker = scheme_recipe  # so each scheme's name will do where a quanti
 def find_recipe(name: str) -> Recipe:
     """A recipe by its name in `QUANTIZERS`, or by that of a scheme. Raises `QuantizationError` for anything else."""
     known = {n: recipe for n, recipe in QUANTIZERS.items() if isinstance(recipe, Recipe)}
-    if name in known:
-        return known[name]
-    try:
-        Scheme.parse(name)
-    except QuantizationError as error:
-        raise QuantizationError(f"{error}. Recipes: {', '.join(known)}") from None
-    return scheme_recipe(name)
+    if name in QUANTIZERS and name not in known:
+        raise QuantizationError(
+            f"{name} is not a way to round float weights. Recipes: {', '.join(sorted(known))}"
+        )
+    return known[name] if name in known else scheme_recipe(name)
 
 
 # %% chapters/32_memory.ipynb #save-quantized
@@ -301,6 +301,22 @@ _WEIGHTS = (  # ends of names: what is not copied, as there are weights in it, o
 )
 
 
+def check_free(folder: str | Path) -> None:
+    """Raise an `OSError` that says why if a new folder of that name cannot be written; before long work."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is there already, and not empty. Choose another name")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"{folder}: nothing can be written in {folder.parent} ({error.strerror}). Choose another "
+            "place"
+        ) from error
+
+
 def save_quantized(
     model: nn.Module, folder: str | Path, source: str | Path, recipe: str = "mixed"
 ) -> Path:
@@ -312,8 +328,7 @@ def save_quantized(
     `QuantizationError` for a model without a quantized module.
     """
     folder, source = Path(folder), Path(source)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is there already, and not empty. Choose another name")
+    check_free(folder)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     if odd := [n for n, m in linears.items() if type(m) is not QuantizedLinear]:
         raise QuantizationError(
@@ -322,7 +337,6 @@ def save_quantized(
     if not linears:
         raise QuantizationError("no module of this model is quantized: quantize it first")
     schemes = {name: module.scheme.name for name, module in linears.items()}
-    folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         for file in source.iterdir():
@@ -339,8 +353,10 @@ def save_quantized(
         if folder.exists():
             folder.rmdir()
         os.replace(draft, folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk, as a rule
+            error.filename = str(folder)
         raise
     return folder
 
@@ -397,10 +413,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             info.dtype.itemsize * torch.Size(info.shape).numel() for info in self.tensors.values()
         )
         with path.open("rb") as file:
-            header, self._begin = parse_header(file)
-        self._places = {
-            n: entry["data_offsets"] for n, entry in header.items() if n in self.tensors
-        }
+            header, _ = parse_header(file)
         metadata = header.get("__metadata__", {})
         if metadata.get("format") != FORMAT:
             raise WeightsError(
@@ -424,19 +437,13 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     def read(self, name: str) -> Tensor:
         """The tensor as stored, its checksum compared."""
-        if name not in self.tensors:
-            raise WeightsError(f"{self.folder}: has no tensor {name!r}")
-        info, (first, last) = self.tensors[name], self._places[name]
-        raw = bytearray(last - first)
-        with info.file.open("rb") as file:
-            file.seek(self._begin + first)
-            file.readinto(raw)
-        if zlib.crc32(raw) != self.checksums.get(name):
+        tensor = super().read(name)
+        if zlib.crc32(raw_bytes(tensor)) != self.checksums.get(name):
             raise WeightsError(
                 f"{self.tensors[name].file}: {name} is not what was written, its checksum differs. The file is damaged: "
                 "copy it again, or quantize the model anew"
             )
-        return torch.frombuffer(raw, dtype=info.dtype).view(info.shape)
+        return tensor
 
     def fill(
         self,

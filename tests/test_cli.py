@@ -1,5 +1,6 @@
 """The command llm-engine, on a tiny model folder, and once as a real process on the default model."""
 
+import errno
 import logging
 import os
 import re
@@ -10,7 +11,7 @@ import pytest
 from tiny_folder import SPECIAL, write_tiny_folder
 from typer.testing import CliRunner
 
-from llm_engine import SamplingParams
+from llm_engine import SamplingParams, cli
 from llm_engine.cli import app
 from llm_engine.engine import Engine
 
@@ -168,6 +169,143 @@ def test_debug_shows_the_traceback(monkeypatch):
 def test_wrong_usage_is_exit_code_2(arguments):
     run = call(*arguments)
     assert run.exit_code == 2 and "Usage" in run.stderr
+
+
+# ---- a token's bias, a prompt in pieces
+
+
+def test_a_bias_is_given_by_id_or_by_text(folder, monkeypatch):
+    seen = []
+    start = Engine.start
+
+    def spy(self, ids, params, **more):
+        seen.append(params.logit_bias)
+        return start(self, ids, params, **more)
+
+    monkeypatch.setattr(Engine, "start", spy)
+    bias = ["--logit-bias", "j=-inf", "--logit-bias", "65=2.5", "--logit-bias", r"\n=-100"]
+    run = generate(folder, "abc", "-n", "4", *bias, "--logit-bias", "==1", "--logit-bias", f"{SPECIAL[0]}=3")  # fmt: skip
+    engine = Engine.from_pretrained(folder, device="cpu", cache="none", runner="torch")
+    special = engine.tokenizer.special[SPECIAL[0]]
+    wanted = {ord("j"): float("-inf"), 65: 2.5, 10: -100, ord("="): 1, special: 3}
+    assert run.exit_code == 0 and seen == [wanted]
+    assert run.stdout == expected(folder, "abc", max_new_tokens=4, logit_bias=wanted) + "\n"
+    run = call("chat", "-m", folder, "-n", "2", "--logit-bias", "j=-5", input="hi\n")
+    assert run.exit_code == 0 and seen[1] == {ord("j"): -5}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--logit-bias", "x"], "'x' should look like"),
+        (["--logit-bias", "=5"], "'=5' should look like"),
+        (["--logit-bias", "a=many"], "'a=many' should look like"),
+        (["--logit-bias", "a=nan"], "'a=nan' should look like"),
+        (["--logit-bias", "a=101"], "from -100 to 100"),
+        (["--logit-bias", "a=inf"], "from -100 to 100"),
+        (["--logit-bias", "a=1", "--logit-bias", "a=2"], "'a' is given twice"),
+        (["--prefill-chunk", "0"], "prefill_chunk must be at least 1"),
+        (["--prefill-chunk", "4", "--cache", "none"], "needs a cache that remembers"),
+    ],
+)
+def test_what_is_wrong_with_them_is_said_before_a_model_is_looked_for(
+    command, options, message, monkeypatch
+):
+    monkeypatch.setattr("llm_engine.engine.resolve", lambda name: pytest.fail("looked for"))
+    run = call(command, *(["abc"] if command == "generate" else []), *options)
+    assert run.exit_code == 1 and run.stderr.startswith("error: ") and message in run.stderr
+
+
+def test_a_bias_for_a_text_of_several_tokens_names_them(folder):
+    run = generate(folder, "abc", "--logit-bias", "ab=1")
+    assert run.exit_code == 1 and "'ab' is 2 tokens here, 'a' (97), 'b' (98)" in run.stderr
+    run = generate(folder, "abc", "--logit-bias", "a=1", "--logit-bias", "97=2")
+    assert run.exit_code == 1 and "'97' is token 97, which is given twice" in run.stderr
+    run = generate(folder, "abc", "--logit-bias", "99999=1")
+    assert run.exit_code == 1 and "99999" in run.stderr and "vocabulary" in run.stderr
+
+
+def test_a_prompt_in_pieces(folder, monkeypatch):
+    seen = []
+    made = Engine.__init__
+
+    def spy(self, *parts, **options):
+        seen.append(options.get("prefill_chunk"))
+        made(self, *parts, **options)
+
+    monkeypatch.setattr(Engine, "__init__", spy)
+    plain = ("-m", folder, "--cache", "growing", "--runner", "torch")
+    whole, pieces = (call("generate", "abcdefg", "-n", "3", *plain, *more) for more in ([], ["--prefill-chunk", "2"]))  # fmt: skip
+    assert whole.stdout == pieces.stdout and whole.exit_code == pieces.exit_code == 0
+    assert call("chat", *plain, "--prefill-chunk", "5", input="").exit_code == 0
+    assert seen == [None, 2, 5]
+
+
+# ---- what the system says, in words
+
+
+def test_standard_input_that_is_no_text(folder, monkeypatch):
+    run = generate(folder, "-", input=b"abc \xff\xfe")
+    assert (
+        run.exit_code == 1 and "standard input is not text in UTF-8 (byte 4 is 0xff)" in run.stderr
+    )
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ValueError, match="no standard input"):
+        cli.read_stdin()
+
+
+def test_a_number_of_candidates_below_zero(folder):
+    assert generate(folder, "abc", "--candidates", "-1").exit_code == 2
+    engine = Engine.from_pretrained(folder, device="cpu", cache="none", runner="torch")
+    with pytest.raises(ValueError, match="record must be at least 0, not -1"):
+        engine.start("abc", record=-1)
+
+
+def test_a_name_that_no_file_can_have():
+    run = call("generate", "abc", "-m", "x" * 5000)
+    assert run.exit_code == 1 and len(run.stderr) < 200 and "too long" in run.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("name", ["full.png", "full.csv"])
+def test_a_full_disk_is_named(folder, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("/dev/full", name)
+    asked = ["-o", name] if name.endswith("png") else ["--no-picture", "--numbers", name]
+    run = call("logits", folder, "abc", *asked)
+    assert run.exit_code == 1
+    assert f"error: {name}: No space left on device. Make room there" in run.stderr
+
+
+def test_where_nothing_can_be_written_is_said_before_a_model_is_quantized(
+    folder, tmp_path, monkeypatch
+):
+    made = tmp_path / "made"
+    assert call("quantize", folder, str(made), "-s", "int8-rtn").exit_code == 0
+    again = call("quantize", str(made), str(tmp_path / "again"))
+    assert again.exit_code == 1 and "is quantized already, as int8-rtn" in again.stderr
+    monkeypatch.setattr(cli, "load_model", lambda *a, **k: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("x")
+    for where, message in (
+        (made, "is there already, and not empty"),
+        (tmp_path / "file", "is there already"),
+        (tmp_path / "file" / "below", "nothing can be written in"),
+        ("/dev/null/x", "nothing can be written in"),
+    ):
+        run = call("quantize", folder, str(where))
+        assert run.exit_code == 1 and message in run.stderr, where
+        assert str(where) in run.stderr and "hoose another" in run.stderr
+
+
+def test_a_disk_that_fills_up_while_a_model_is_written(folder, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("llm_engine.quantized_files.write_safetensors", full)
+    run = call("quantize", folder, str(tmp_path / "made"), "-s", "int8-rtn")
+    assert run.exit_code == 1 and list(tmp_path.iterdir()) == []
+    assert f"error: {tmp_path / 'made'}: No space left on device. Make room" in run.stderr
 
 
 # ---- help

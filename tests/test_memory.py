@@ -2,7 +2,9 @@
 
 import dataclasses
 import gc
+import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,6 +18,7 @@ from test_quantized_files import model_folder, run
 
 from llm_engine.attention import CACHES, single
 from llm_engine.config import ConfigError, ModelConfig, load_config
+from llm_engine.engine import Engine
 from llm_engine.hub import HubError
 from llm_engine.memory import (
     CACHE_BYTES,
@@ -282,7 +285,7 @@ def test_what_is_advised_is_true():
         (r"a context of ([\d,]+) \(plan --context\): ", "context"),
         (r"a batch of ([\d,]+) \(plan --batch\): ", "batch"),
         (r"keys and values in (8) bits \(--cache int8\): ", "cache"),
-        (r"the prompt (512) tokens at a time \(in Python, Engine\(prefill_chunk=512\)\): ", "prefill_chunk"),
+        (r"the prompt (512) tokens at a time \(--prefill-chunk 512\): ", "prefill_chunk"),
     ]  # fmt: skip
     seen = set()
     for asked in (
@@ -318,6 +321,32 @@ def test_each_change_is_told_with_what_it_brings():
     assert f"(--cache int8): {show_size(need_of(then, 'int4').total)}, not enough alone" in text
 
 
+def test_nothing_is_advised_that_was_asked_for():
+    """Who reads a prompt 128 tokens at a time into an int8 cache is not told to do so, nor to take larger pieces."""
+    question = {"context": 65536, "batch": 16, "memory": "3GB", "device": "cuda"}
+    for asked, left in (
+        ({"cache": "int8", "prefill_chunk": 128}, None),
+        ({"cache": "int8", "prefill_chunk": 512}, None),
+        ({"cache": "int8"}, "--prefill-chunk 512"),
+        ({"prefill_chunk": 128}, "--cache int8"),
+    ):
+        made = plan(big(), **question, **asked)
+        text = "\n".join(made.advice)
+        assert "together" not in text and "both" not in text
+        assert ("--cache int8" in text) == (left == "--cache int8")
+        assert ("--prefill-chunk 512" in text) == (left == "--prefill-chunk 512")
+        longest = need_of(made, "int4").longest
+        assert (f"a context of {longest:,} (plan --context)" in text) == (longest > 0)
+        if left:
+            most = re.search(rf"  - {left}: a context of ([\d,]+) fits", text)
+            change = {"cache": "int8"} if "cache" in left else {"prefill_chunk": 512}
+            most = int(most[1].replace(",", ""))
+            then = plan(big(), **{**question, **asked, **change, "context": most})
+            assert then.fits(need_of(then, "int4")) != "no" and most > longest
+    many = plan(big(), **{**question, "batch": 40_000}, cache="int8", prefill_chunk=128)
+    assert many.advice[-1].startswith("  - --batch 1: a context of")
+
+
 def test_when_nothing_helps():
     made = plan(big(), memory="300MB", device="cpu")
     assert all(made.fits(need) == "no" and need.longest == 0 for need in made.needs)
@@ -330,7 +359,7 @@ def test_changes_together_when_none_is_enough_alone():
     for batch, alone in ((16, 16), (40_000, 1)):
         made = plan(big(), context=65536, batch=batch, memory="3GB", device="cuda")
         text = made.advice[-1]
-        assert ("and prefill_chunk=512 together: a context of" in text) == (batch == alone)
+        assert ("and --prefill-chunk 512 together: a context of" in text) == (batch == alone)
         assert ("and --batch 1: a context of" in text) == (batch != alone)
         most = int(text.split("context of ")[1].split(" ")[0].replace(",", ""))
         for context, verdict in ((most, "barely"), (most + 1, "no")):
@@ -380,6 +409,42 @@ def test_a_quantized_folder_is_planned_as_stored(tmp_path):
     (need,) = made.needs
     assert need.name == "as stored"
     assert need.weights == sum(weight.nbytes for weight in model.parameters())
+
+
+def test_a_cache_that_moves_is_there_twice_for_a_while():
+    """One token at a time needs little, but the smaller cache stays until all it held has been moved."""
+    options = {"context": 4096, "prefill_chunk": 1, "memory": "64GB", "device": "cuda"}
+    for cache in ("growing", "int8", "static", "concat"):
+        need = need_of(plan(big(), cache=cache, **options), "bfloat16")
+        moves = cache in ("growing", "int8")
+        assert (need.working >= need.cache // 2) == moves, cache
+        assert need.total == need.runtime + need.weights + need.cache + need.working
+    c = config(max_position_embeddings=2048)
+    with Ledger() as ledger:
+        cache = CACHES["growing"](c, 1, "cpu", torch.float32)
+        for start, count in ((0, 1024), (1024, 1)):
+            batch = single([0] * count, start)
+            new = torch.zeros(1, c.num_key_value_heads, count, c.head_dim)
+            for layer in range(c.num_hidden_layers):
+                cache.append(layer, new, new, batch)
+    made = plan(c, context=1025, prefill_chunk=1, memory="1GB", cache="growing", device="cpu")
+    need = need_of(made, "float32")
+    assert 1.4 * need.cache < ledger.peak < need.cache + need.working + 5_000
+
+
+def test_loading_needs_slices_beside_the_tensor(tmp_path):
+    """As measured: while the largest matrix is rounded, it is there, its codes, and slices of it in float32."""
+    folder = model_folder(tmp_path / "m", vocab_size=60_000)
+    made = plan(folder, context=16, memory="8GB", device="cpu", cache="none")
+    largest = max(
+        info.dtype.itemsize * math.prod(info.shape)
+        for info in open_checkpoint(folder).tensors.values()
+    )
+    assert need_of(made, "float32").loading == largest
+    need = need_of(made, "int4")
+    with Ledger() as ledger:
+        load_model(folder, quantize="int4")
+    assert need.weights + largest < ledger.peak <= need.weights + need.loading
 
 
 def test_loading_may_be_the_most(tmp_path):
@@ -434,6 +499,13 @@ def test_what_cannot_be_asked():
         plan(big(), prefill_chunk=0)
     with pytest.raises(ConfigError, match="unknown cache 'paper'"):
         plan(big(), cache="paper")
+    bare = inspect.unwrap(plan)  # as it is without the type checks of these tests
+    for what, number in (("context", 1.5), ("batch", 2.0), ("prefill_chunk", True)):
+        with pytest.raises(PlanError, match=f"{what} must be a whole number, not {number}"):
+            bare(big(), **{what: number})
+    for size in ("1" + "0" * 400, "9" * 30 + "GB"):
+        with pytest.raises(PlanError, match="more memory than there is"):
+            parse_size(size)
     with pytest.raises(PlanError, match="not a size"):
         plan(big(), memory="much")
     with pytest.raises(ValueError, match="unknown device"):
@@ -479,3 +551,68 @@ def test_the_command(tmp_path):
     assert page["needs"][0]["fits"] == "yes" and page["needs"][0]["total"] > 0
     wrong = run("plan", folder, "--memory", "plenty")
     assert wrong.exit_code == 1 and "error: 'plenty' is not a size" in wrong.stderr
+
+
+# ---- the runner
+
+
+def working(made, name):
+    return next(need.working for need in made.needs if need.name == name)
+
+
+def test_what_the_kernels_cannot_run_is_planned_for_torch_as_loading_would_do_it(tmp_path):
+    """A float16 model was planned for kernels that read float32 and bfloat16 only."""
+    ask = {"context": 256, "device": "cpu", "memory": "1TB"}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    torch_alone = plan(config(**sizes), dtype="float16", runner="torch", **ask)
+    auto = plan(config(**sizes), dtype="float16", runner="auto", **ask)
+    assert working(auto, "int8") == working(torch_alone, "int8")
+    assert working(auto, "float32") != working(torch_alone, "float32"), "these the kernels do run"
+    assert working(auto, "float32") == working(
+        plan(config(**sizes), runner="numba", **ask), "float32"
+    )
+    notes = [line for line in auto.advice if line.startswith("Note")]
+    assert len(notes) == 1 and "cannot run int8 and int4: the weights are torch.float16" in notes[0]
+    assert "torch stands in" in notes[0]
+    assert not [
+        line for line in plan(config(**sizes), runner="auto", **ask).advice if "Note" in line
+    ]
+    # 48 columns are no whole number of the kernels' blocks
+    odd = plan(config(), runner="auto", **ask)
+    assert "cannot run" in odd.advice[0] and "48 columns" in odd.advice[0]
+    assert working(odd, "int4") == working(plan(config(), runner="torch", **ask), "int4")
+    # in the very words of loading
+    folder = model_folder(tmp_path / "m")
+    with pytest.raises(
+        ValueError, match=re.escape(notes[0].partition("int4: ")[2].partition(";")[0])
+    ):
+        Engine.from_pretrained(folder, device="cpu", dtype="float16", runner="numba")
+
+
+def test_a_model_that_the_kernels_do_not_know():
+    other = config(hidden_act="gelu")
+    made = plan(other, device="cpu", memory="1TB")
+    assert "the activation is gelu" in made.advice[0] and "torch stands in" in made.advice[0]
+    assert made.needs == plan(other, device="cpu", memory="1TB", runner="torch").needs
+    with pytest.raises(PlanError, match="cannot run float32 and .*gelu.*runner='torch'"):
+        plan(other, device="cpu", memory="1TB", runner="numba")
+
+
+def test_without_numba_the_plan_is_one_for_torch(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    made = plan(config(), device="cpu")
+    assert "numba is not installed" in made.advice[0]
+    assert [n.working for n in made.needs] == [
+        n.working for n in plan(config(), device="cpu", runner="torch").needs
+    ]
+    assert "numba" not in plan(config(), device="cpu", memory="1GB").advice[0], "another machine"
+
+
+def test_runners_that_cannot_be_had():
+    with pytest.raises(ValueError, match="unknown runner 'x'. Known: "):
+        plan(config(), runner="x")
+    with pytest.raises(PlanError, match="'cuda-graph' needs a model on a CUDA device, not cpu"):
+        plan(config(), device="cpu", runner="cuda-graph")
+    with pytest.raises(PlanError, match="works on the CPU, not on cuda"):
+        plan(config(), device="cuda", memory="8GB", runner="numba")
+    assert plan(config(), device="cuda", memory="8GB", runner="cuda-graph").needs
