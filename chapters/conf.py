@@ -40,6 +40,7 @@ myst_enable_extensions = [
     "dollarmath",
 ]
 myst_heading_anchors = 3
+smartquotes_action = "qe"  # quotes and dots, not dashes: --context is an option
 
 # ---- reference
 add_module_names = False

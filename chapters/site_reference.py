@@ -21,6 +21,7 @@ FENCE = ":" * 6
 FIELD_LIST = re.compile(
     r"^(Attributes|Args|Arguments|Returns|Raises):\n((?:[ ]{4}.*\n?|\n)+)", re.M
 )
+EXAMPLES = re.compile(r"^\[dim\]\n(.*?)\n\[/dim\]$", re.M | re.S)  # of a command, for its help
 FOR_TOOLS = re.compile(r"#\s*(fmt|noqa|type|ruff)\b")
 CODE = re.compile(r"(`+)(.+?)\1", re.S)
 URL = re.compile(r"(?<![(<`])\bhttps?://[^\s<>`]*[^\s<>`.,;:)]")
@@ -83,7 +84,10 @@ def markdown(text: str, names: dict[str, Entry] | None = None, own: str = "") ->
         ]
         return "\n".join([f"{match[1]}:", "", *lines, ""])
 
-    return outside_code(FIELD_LIST.sub(fields, text), plain, code)
+    def examples(match: re.Match) -> str:
+        return "\n".join(["```bash", *filter(None, match[1].split("\n")), "```"])
+
+    return outside_code(EXAMPLES.sub(examples, FIELD_LIST.sub(fields, text)), plain, code)
 
 
 def outside_code(text: str, words, code) -> str:
@@ -123,9 +127,18 @@ def signature(node: ast.AST, name: str, *, method: bool = False) -> str:
     return one_line(f"{name}({ast.unparse(arguments)}){result}")
 
 
+class Unannotated(ast.NodeTransformer):
+    """`Annotated[bool, how a command asks for it]` is bool."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        told = ast.unparse(node.value) in ("Annotated", "typing.Annotated")
+        return node.slice.elts[0] if told else node
+
+
 def unquoted(node: ast.AST) -> ast.AST:
     """A copy of a function in which types written as strings, since they are defined later, are not."""
-    node = ast.parse(ast.unparse(ast.Module([node], []))).body[0]
+    node = Unannotated().visit(ast.parse(ast.unparse(ast.Module([node], []))).body[0])
     slots = [(node, "returns")] + [
         (a, "annotation") for a in ast.walk(node.args) if isinstance(a, ast.arg)
     ]

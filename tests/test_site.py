@@ -384,6 +384,7 @@ def test_signatures_and_docstrings_are_readable(pages):
         assert "`" not in words, f"{name}: a backtick is shown"
         assert not re.search(r"\\[^\w\s]", words), f"{name}: a backslash is shown"
         assert "jaxtyping." not in words and "<class" not in words
+        assert "[dim]" not in text and "Annotated" not in text and not re.search("–[a-z]", words)
 
 
 # ---- in a browser

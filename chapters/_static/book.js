@@ -5,7 +5,8 @@ document.addEventListener("DOMContentLoaded", () => {
   Search.makeSearchSummary = (html, keywords, anchor) => {
     const article = new DOMParser().parseFromString(html, "text/html").querySelector("article");
     if (!article) return null;
-    article.querySelectorAll(".headerlink, script, style, mjx-container").forEach((element) => element.remove());
+    article.querySelectorAll(".headerlink, script, style, summary, mjx-container").forEach((element) => element.remove());
+    article.querySelectorAll("dt, dd, p, li, td, th, h1, h2, h3, pre").forEach((element) => element.append(" "));
     const text = article.textContent.replace(/\s+/g, " ").trim();
     const lower = text.toLowerCase();
     const places = [...keywords].map((word) => {
@@ -32,7 +33,7 @@ addEventListener("beforeprint", () => {
 });
 addEventListener("afterprint", () => opened.forEach((details) => details.removeAttribute("open")));
 
-/* On a phone: figures, formulas and printed tables that go on at the right fade out there, until one has scrolled to their end. */
+/* Figures, formulas and printed tables that go on at the right fade out there, until one has scrolled to their end. */
 addEventListener("load", () => {
   const boxes = document.querySelectorAll(".bd-article :is(.cell_output > a, .columns pre, .math)");
   const look = (box) => box.classList.toggle("goes-on", box.scrollLeft + box.clientWidth < box.scrollWidth - 8);
