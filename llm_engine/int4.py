@@ -192,6 +192,11 @@ def _known(found: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
         raise QuantizationError(
             f"{name} has {weight.shape[1]} columns, but the inputs collected for it have {len(found[name])}"
         )
+    if not found[name].isfinite().all():
+        raise QuantizationError(
+            f"the inputs collected for {name} are not finite. A model in float16 may overflow while it is listened to: "
+            "load it in float32 or bfloat16 for that"
+        )
     return found[name].to(weight.device)
 
 

@@ -68,8 +68,14 @@ def windows(
     """The first tokens of a text, cut into `count` windows of `length` tokens (None: as many
     as there are).
 
-    Raises `ValueError` if the text is too short.
+    Raises `ValueError` if the text is too short, or where nothing could be predicted.
     """
+    if length < 2:
+        raise ValueError(
+            f"the length of a window must be at least 2, not {length}: its first token is given"
+        )
+    if count is not None and count < 1:
+        raise ValueError(f"the count of windows must be at least 1, not {count}")
     ids = torch.tensor(tokenizer.encode(text, add_bos=False, special_tokens="text"))
     if count is None:
         count = max(1, len(ids) // length)
@@ -94,26 +100,38 @@ class Quality(NamedTuple):
 def measure(
     model: nn.Module | Engine,
     windows: Int[Tensor, "count length"],
-    reference: Iterable[Float[Tensor, "length V"]] = (),
+    reference: Iterable[Float[Tensor, "length V"]] | None = None,
     progress: bool = True,
 ) -> Quality:
     """Read each window from its beginning, alone, and judge the prediction of its tokens 1, 2,
     …
 
     `reference`: for each window the logits of the model to compare with, see `window_logits`.
-    One window's logits are in memory at a time.
+    One window's logits are in memory at a time. Raises `ValueError` for windows in which nothing
+    is to be predicted, and for a reference that is not as long as they are.
     """
-    nll, kl, top1, reference = 0.0, 0.0, 0.0, iter(reference)
+    if windows.shape[1] < 2 or len(windows) == 0:
+        raise ValueError(
+            f"windows of shape {list(windows.shape)} leave nothing to predict: take at least one, "
+            "of at least 2 tokens"
+        )
+    nll, kl, top1 = 0.0, 0.0, 0.0
+    theirs = None if reference is None else iter(reference)
+    wrong = f"the reference must have logits for each of the {len(windows)} windows, and "
     for ids, logits in zip(windows, window_logits(model, windows, progress), strict=True):
         logp = logits[:-1].float().log_softmax(-1)
         target = ids[1:, None].to(logp.device)
         nll -= logp.gather(1, target).double().sum().item()
-        theirs = next(reference, None)
         if theirs is None:
             kl = top1 = math.nan
             continue
-        apart = compare_logits(theirs[:-1].to(logp.device), logits[:-1])
+        expected = next(theirs, None)
+        if expected is None:
+            raise ValueError(wrong + "it ended before them")
+        apart = compare_logits(expected[:-1].to(logp.device), logits[:-1])
         kl, top1 = kl + apart.kl * len(target), top1 + apart.top1 * len(target)
+    if theirs is not None and next(theirs, None) is not None:
+        raise ValueError(wrong + "it has more: was it made from others?")
     tokens = windows.numel() - len(windows)
     return Quality(math.exp(nll / tokens), kl / tokens, top1 / tokens, tokens)
 

@@ -153,6 +153,36 @@ def test_never_worse_than_round_to_nearest(name, seed, scale):
         )  # loudness is damped a little, so the two measures differ a little
 
 
+def test_the_second_beginning_finds_better_scales(monkeypatch):
+    """The search that begins at a part of the range ends in other valleys, and some of them are deeper."""
+    weight = noise(7, 256, 64)
+    for name in ("int4-g64", "int4-g64-asym"):
+        scheme = Scheme.parse(name)
+        both = sqnr(weight, decode(least_squares(weight, scheme), scheme, 64))
+        with monkeypatch.context() as only:
+            only.setattr("llm_engine.int4.SHRUNK", (1.0,))
+            one = sqnr(weight, decode(least_squares(weight, scheme), scheme, 64))
+        assert both > one + 0.05, "decibels"
+
+
+def test_columns_that_happened_to_be_silent_count_a_little():
+    """What a short text did not make loud may be loud in the next: its groups are fitted, not forgotten."""
+    weight, scheme, loudness = noise(8, 64, 128), Scheme(4, 64), torch.ones(128)
+    loudness[64:] = 0
+    silent = {
+        name: sqnr(weight[:, 64:], decode(method(weight, scheme, "m"), scheme, 128)[:, 64:])
+        for name, method in {
+            "rounded": round_to_nearest,
+            "fitted": least_squares,
+            "weighted": weighted({"m": loudness}),
+            "gptq": gptq({"m": loudness.diag()}),
+        }.items()
+    }
+    assert silent["fitted"] > silent["rounded"] + 0.3
+    assert silent["weighted"] == pytest.approx(silent["fitted"], abs=0.05)
+    assert silent["gptq"] == pytest.approx(silent["fitted"], abs=0.05)
+
+
 def test_numbers_on_a_grid_are_found_again():
     """Weights that were rounded once, with the same groups: nothing more is lost, as with a Q4_1 file and groups of 32."""
     codes = torch.randint(0, 16, (8, 64), generator=torch.Generator().manual_seed(1)).float()
@@ -257,6 +287,16 @@ def test_a_quantized_model_can_be_listened_to(model):
     assert set(ours) == set(plain)
     for name in plain:
         assert (ours[name] / plain[name]).log().abs().max() < 0.5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite_are_refused_by_name(bad):
+    """A model in float16 that overflows while it is listened to: neither a bare error of torch nor plain rounding."""
+    weight, loudness = noise(4, 6, 64), torch.ones(64)
+    loudness[7] = bad
+    for method in (weighted({"m": loudness}), gptq({"m": loudness.diag()})):
+        with pytest.raises(QuantizationError, match="collected for m are not finite.*float32"):
+            method(weight, Scheme(4, 32), "m")
 
 
 def test_a_module_nobody_listened_to_is_named():

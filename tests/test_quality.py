@@ -81,6 +81,23 @@ def test_windows(tokenizer):
         windows(tokenizer, "A short text.", 100, 3)
 
 
+def test_special_tokens_in_a_text_are_text(tokenizer):
+    """A text about chats is read as its characters: no token that ends an answer is in a window."""
+    text = "A turn ends with <|im_end|>, and the next begins with <|im_start|>user. " * 4
+    ids = windows(tokenizer, text, 64, 1).flatten().tolist()
+    assert ids == tokenizer.encode(text, add_bos=False, special_tokens="text")[:64]
+    assert not set(ids) & set(tokenizer.encode("<|im_end|><|im_start|>", add_bos=False))
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "says"),
+    [(0, None, "length.* 2.* 0"), (1, 4, "length.* 2.* 1"), (16, 0, "count.* 1.* 0"), (16, -1, "count")],
+)  # fmt: skip
+def test_windows_in_which_nothing_is_predicted_are_refused(tokenizer, length, count, says):
+    with pytest.raises(ValueError, match=says):
+        windows(tokenizer, held_out_text(), length, count)
+
+
 # ---- perplexity
 
 
@@ -118,6 +135,18 @@ def test_measure_is_what_it_says(model):
     assert found.kl == pytest.approx(0, abs=1e-6) and found.top1 == 1
     alone = measure(model, ids)
     assert math.isnan(alone.kl) and math.isnan(alone.top1) and alone.perplexity == found.perplexity
+
+
+def test_a_reference_belongs_to_the_windows_or_is_refused(model):
+    ids = torch.randint(0, 60, (3, 20), generator=torch.Generator().manual_seed(0))
+    logits = list(window_logits(model, ids))
+    for other in ([], logits[:2], iter(logits[:2]), [*logits, logits[0]]):
+        with pytest.raises(ValueError, match="reference.*3 windows"):
+            measure(model, ids, other)
+    assert measure(model, ids, iter(logits)) == measure(model, ids, logits)
+    for nothing in (ids[:0], ids[:, :1]):
+        with pytest.raises(ValueError, match="nothing to predict"):
+            perplexity(model, nothing)
 
 
 def test_windows_do_not_see_each_other(model):
