@@ -6,9 +6,11 @@ __all__ = [
     "FLOATS",
     "LAYOUT",
     "LLAMA3_CUTS",
+    "MORE_SIZES",
     "POINTER",
     "ROPE_FACTORS",
     "SCALARS",
+    "SIZES",
     "STORED_SCHEMES",
     "STRING",
     "BlockType",
@@ -16,6 +18,7 @@ __all__ = [
     "GGUFError",
     "GGUFHeader",
     "StoredTensor",
+    "check_entries",
     "check_whole",
     "companion_pages",
     "gguf_folder",
@@ -25,6 +28,7 @@ __all__ = [
     "read_gguf_header",
     "read_strings",
     "read_value",
+    "refuse_entry",
     "rope_from_factors",
     "rope_scaling",
     "scheme_of",
@@ -39,11 +43,12 @@ import json
 import math
 import mmap
 import os
+import reprlib
 import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -428,9 +433,23 @@ class GGUFCheckpoint:
         return read_gguf_tensor(_Blocks(raw.numpy(), kind, list(reversed(tensor.shape))))
 
 
+# Whole numbers from 1 that the metadata must have, and those that it may have.
+SIZES = ("embedding_length", "block_count", "feed_forward_length", "context_length", "attention.head_count")  # fmt: skip
+MORE_SIZES = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count")
+
+
+def refuse_entry(header: GGUFHeader, name: str) -> NoReturn:
+    """Raise the `GGUFError` for an entry of the metadata that is missing or cannot be right."""
+    shown = reprlib.repr(header.field(name))
+    raise GGUFError(
+        f"{header.path}: the metadata has no usable {name}: {shown}. "
+        "Whatever wrote the file left it out, or it is damaged: take another file of the model"
+    )
+
+
 def check_whole(header: GGUFHeader) -> None:
-    """Raise `GGUFError` for one part of a model in several, or for another architecture than
-    Llama."""
+    """Raise `GGUFError` for one part of a model in several, for another architecture than
+    Llama, and for sizes that no model can have."""
     parts, kind = header.field("split.count", 0), header.field("general.architecture")
     if parts > 1:
         raise GGUFError(
@@ -442,6 +461,10 @@ def check_whole(header: GGUFHeader) -> None:
             f"{header.path}: a model of architecture {kind!r}; GGUF files of 'llama' can be read. "
             "Take the model's safetensors folder instead"
         )
+    for name in (*SIZES, *MORE_SIZES):
+        size = header.field(f"llama.{name}")
+        if (size is not None or name in SIZES) and (type(size) is not int or size < 1):
+            refuse_entry(header, f"llama.{name}")
 
 
 # %% chapters/34_gguf.ipynb #pre-tokenizers
@@ -604,10 +627,35 @@ def _identity(path: Path) -> dict[str, Any]:
     }
 
 
+def check_entries(header: GGUFHeader) -> None:
+    """Raise `GGUFError` for metadata from which a config and a tokenizer cannot be made."""
+    rms, theta = "llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base"
+    for name, default in ((rms, None), (theta, 1e4)):
+        if not isinstance(header.field(name, default), int | float):
+            refuse_entry(header, name)
+    kind = header.field("tokenizer.ggml.model")
+    if kind not in GGUF_TOKENIZERS:  # refused elsewhere, by its name
+        return
+    wanted = {"tokens": str, "token_type": int} | ({"merges": str} if kind == "gpt2" else {})
+    for name, member in wanted.items():
+        entries = header.field(f"tokenizer.ggml.{name}")
+        if not isinstance(entries, list) or not entries or not isinstance(entries[0], member):
+            refuse_entry(header, f"tokenizer.ggml.{name}")
+    count = len(header.field("tokenizer.ggml.tokens"))
+    if len(header.field("tokenizer.ggml.token_type")) != count:
+        refuse_entry(header, "tokenizer.ggml.token_type")
+    for name in ("bos", "eos", "unknown", "padding"):
+        name = f"tokenizer.ggml.{name}_token_id"
+        i = header.field(name)
+        if i is not None and not (isinstance(i, int) and 0 <= i < count):
+            refuse_entry(header, name)
+
+
 def companion_pages(header: GGUFHeader) -> dict[str, bytes]:
     """The small files of a model folder, name -> content, from what a GGUF file says of
     itself. Raises `GGUFError`."""
     check_whole(header)
+    check_entries(header)
     try:
         pages = describe_gguf(header.field, header.tensors.keys(), rope_scaling(header))
     except (HubError, GGUFError) as error:

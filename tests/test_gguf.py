@@ -32,7 +32,7 @@ from llm_engine.quantized_files import QuantizedCheckpoint, save_quantized
 from llm_engine.rope import base_frequencies, llama3_frequencies
 from llm_engine.tokenizer import Tokenizer
 from llm_engine.transformer import load_model
-from llm_engine.weights import WeightsError, open_checkpoint
+from llm_engine.weights import NAME_RULES, NameRules, WeightsError, open_checkpoint
 
 KINDS = {block.name: GGMLQuantizationType[block.name] for block in BLOCK_TYPES.values()}
 H, N, K, D, F, L = 256, 4, 2, 64, 512, 2
@@ -122,8 +122,10 @@ def write_model(
     if bos is not None:
         writer.add_add_bos_token(bos)
     writer.add_chat_template(TEMPLATE)
-    for name, value, kind in fields:
-        writer.add_key_value(name, value, kind)
+    for name, value, kind in fields:  # None: without it
+        writer.kv_data[0].pop(name, None)
+        if value is not None:
+            writer.add_key_value(name, value, kind)
 
     def add(name, source, rows, columns=None, heads=None):
         if columns is None:
@@ -419,6 +421,21 @@ def test_a_folder_with_a_gguf_file_beside_its_config(tmp_path):
     assert not GGUFCheckpoint.recognizes(tmp_path / "model"), "safetensors come first"
 
 
+U32 = gguf.GGUFValueType.UINT32
+DAMAGED = [
+    (("llama.attention.head_count", 0, U32), "llama.attention.head_count.*: 0"),
+    (("llama.attention.head_count", None, None), "llama.attention.head_count.*None"),
+    (("llama.attention.head_count_kv", 0, U32), "llama.attention.head_count_kv.*: 0"),
+    (("llama.embedding_length", None, None), "llama.embedding_length"),
+    (("llama.block_count", "two", gguf.GGUFValueType.STRING), "llama.block_count.*'two'"),
+    (("llama.attention.layer_norm_rms_epsilon", None, None), "layer_norm_rms_epsilon"),
+    (("tokenizer.ggml.tokens", None, None), "tokenizer.ggml.tokens"),
+    (("tokenizer.ggml.token_type", None, None), "tokenizer.ggml.token_type"),
+    (("tokenizer.ggml.merges", None, None), "tokenizer.ggml.merges"),
+    (("tokenizer.ggml.eos_token_id", 100_000, U32), "tokenizer.ggml.eos_token_id.*100000"),
+]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -427,6 +444,7 @@ def test_a_folder_with_a_gguf_file_beside_its_config(tmp_path):
         ({"extra": ["blk.0.ffn_gate_exps.weight"]}, "'blk.0.ffn_gate_exps.weight' is not known"),
         ({"fields": [("split.count", 3, gguf.GGUFValueType.UINT16)]}, "one of 3 parts.*gguf-split --merge"),
         ({"fields": [("llama.rope.scaling.type", "yarn", gguf.GGUFValueType.STRING)]}, "scaled by 'yarn'"),
+        *(({"fields": [field]}, says) for field, says in DAMAGED),
         ({"rope": [1.0, 2.0]}, "do not go together"),
         ({"rope": [2.0] * 16 + [1.0] * 16}, "not those of Llama 3"),
     ],
@@ -601,6 +619,23 @@ def test_stored_blocks_are_the_weights_bit_for_bit(tmp_path, kind, tied):
     assert checkpoint.stored_bytes(plain, torch.float32) == checkpoint.bytes
     assert not any(p.is_meta or p.requires_grad for p in stored.parameters())
     assert stored.to(torch.bfloat16).layers[0].ffn.up_proj.scale.dtype == torch.float16
+
+
+def test_a_matrix_that_is_changed_on_its_way_cannot_stay_in_its_blocks(tmp_path, monkeypatch):
+    """An architecture whose rules turn a matrix around, or scale it: its blocks are not what the model wants."""
+    write_model(tmp_path / "m.gguf", "Q8_0")
+    folder = resolve(tmp_path / "m.gguf")
+    plain = load_model(folder)
+    rules = [
+        rule._replace(change=lambda weight, config: weight * 2) if "self_attn" in rule.source else rule
+        for rule in NAME_RULES["llama"]
+    ]  # fmt: skip
+    monkeypatch.setitem(NAME_RULES, "llama", NameRules(rules))
+    stored = load_model(folder, quantize="stored")
+    for one, other in zip(stored.layers, plain.layers, strict=True):
+        assert type(one.attn.v_proj) is torch.nn.Linear and type(one.ffn.up_proj) is QuantizedLinear
+        assert torch.equal(one.attn.v_proj.weight, 2 * other.attn.v_proj.weight)
+        assert torch.equal(one.ffn.up_proj.weight, other.ffn.up_proj.weight)
 
 
 def test_mixed_files_keep_what_they_can(tmp_path):
