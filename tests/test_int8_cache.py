@@ -276,6 +276,17 @@ def test_half_precision(dtype):
     assert (torch.cat(pieces).double() - whole).norm() / whole.norm() < 2e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_numbers_come_back_finite(dtype):
+    """The scale of 65504 is rounded up, and 127 of it are more than float16 holds."""
+    largest = min(torch.finfo(dtype).max, 1e38)
+    row = torch.tensor([[largest, -largest, largest / 3]], dtype=dtype)
+    back = rounded(row)
+    assert back.isfinite().all() and back.dtype == dtype
+    assert ((back.double() - row.double()).abs() <= largest / 127).all()
+    assert rounded(torch.tensor([[math.inf, 1.0]], dtype=dtype)).isnan().any(), "and shows"
+
+
 def test_padding_and_gradients():
     cache = make(2)
     k = torch.full((2, 2, 3, 8), math.nan, requires_grad=True)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 from llm_engine import Engine, SamplingParams
 from llm_engine.attention import single
 from llm_engine.cli import app
-from llm_engine.config import ConfigError, load_config
+from llm_engine.config import load_config
 from llm_engine.int4 import collect_inputs, random_tokens, weighted
 from llm_engine.quantize import (
     QuantizationError,
@@ -202,8 +204,30 @@ def test_the_name_of_a_scheme_will_do_wherever_a_quantization_is_asked_for(tiny,
     assert "int4-g32-asym" not in QUANTIZERS, "made when it is asked for"
     done = run("generate", "ab", "-m", str(tiny), "--quantize", "int4-g16", "-n", "2")
     assert done.exit_code == 0, done.output
-    with pytest.raises(ConfigError, match="unknown quantization 'int4-g7x'. Known: int4, int4-rtn"):
-        load_model(tiny, quantize="int4-g7x")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("int4-g3", "a group of 3 columns.*take an even group, 4 for instance"),
+        ("int5", "bits must be 4 or 8, not 5"),
+        ("int8-g0", "at least 1 column, not 0"),
+        ("int4-g7x", "'int4-g7x'.*Schemes are written int8.*Recipes: int4, int4-rtn, int8, int8-rtn"),
+        ("q4", "'q4'.*Schemes are written int8.*Recipes: int4"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_quantization_is_said_wherever_it_is_asked_for(tiny, name, says):
+    """The way out is the same in Python, at loading and on the command line, before anything is loaded."""
+    for ask in (
+        lambda: load_model(tiny, quantize=name),
+        lambda: Engine.from_pretrained(tiny.parent / "nothing", quantize=name),
+        lambda: find_recipe(name),
+    ):
+        with pytest.raises(QuantizationError, match=says):
+            ask()
+    done = run("generate", "ab", "-m", str(tiny), "--quantize", name, "-n", "2")
+    assert done.exit_code != 0 and "Traceback" not in done.output
+    assert re.search(says.split(".*")[0], " ".join(done.output.split()))
 
 
 def test_nan_and_missing_weights_are_named_before_anything_is_made(tiny):
@@ -325,7 +349,7 @@ def test_another_scheme_than_the_stored_one(saved, tiny):
     assert load_model(saved, quantize="int8").lm_head.scheme == Scheme(8), "the same is no error"
     with pytest.raises(WeightsError, match="quantized already, as int8; int4 was asked for"):
         load_model(saved, quantize="int4")
-    with pytest.raises(ConfigError, match="unknown quantization 'int3'"):
+    with pytest.raises(QuantizationError, match="bits must be 4 or 8, not 3"):
         Engine.from_pretrained(saved, quantize="int3")
 
 
@@ -501,6 +525,12 @@ def test_the_real_model_still_knows_paris(default_folder, tmp_path):
     engine = Engine.from_pretrained(written, runner="torch")
     text = engine.generate("The capital of France is", SamplingParams(max_new_tokens=2)).text
     assert text == " Paris."
+    seconds = []
+    for _ in range(2):
+        begin = time.process_time()
+        load_model(written)
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 2, "seconds of computing; nothing is rounded once more"
     assert isinstance(engine.model.embed, QuantizedEmbedding)
     assert all(type(b.ffn.up_proj) is QuantizedLinear for b in engine.model.layers)
     assert Path(written / "tokenizer.json").exists()
