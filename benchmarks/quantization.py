@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """What quantized weights cost and what they bring: bits, bytes, quality on held-out text, speed. One table, one command.
 
-python benchmarks/quantization.py --json benchmarks/quantization.json    everything, about 10 minutes on two quiet cores
+python benchmarks/quantization.py --json benchmarks/quantization.json --into README.md
+                                                                         everything, about 10 minutes on two quiet cores
 python benchmarks/quantization.py --only 'int4-g64*' --no-speed          some rows, quality alone
 python benchmarks/quantization.py --quick                                is it working?
 
@@ -27,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from llm_engine.engine import Engine
-from llm_engine.hub import gguf_file, resolve
+from llm_engine.hub import MODELS, WheelModel, gguf_file, resolve
 from llm_engine.int4 import collect_inputs, gptq, least_squares, random_tokens, weighted
 from llm_engine.quality import calibration_text, held_out_text, measure, window_logits, windows
 from llm_engine.quantize import (
@@ -47,6 +48,7 @@ FLOATS = {"float32": torch.float32, "bf16": torch.bfloat16}
 HEAD = Scheme(
     8
 )  # the LM head, which is the embedding too, in 8 bits wherever anything is quantized
+BEGIN, END = "<!-- table of quantization.py -->", "<!-- end of the table -->"  # in README.md
 CALIBRATION = (32, 64)  # windows and tokens of the calibration text
 
 
@@ -230,7 +232,7 @@ def cells(result: dict[str, Any]) -> list[list[str]]:
         lines.append(
             [
                 row["scheme"],
-                row["method"],
+                row["method"] or "–",
                 f"{row['bits_per_weight']:.2f}",
                 f"{row['file_bytes'] / 1e6:.0f}",
                 f"{row['memory_bytes'] / 1e6:.0f}",
@@ -266,6 +268,15 @@ def markdown(result: dict[str, Any]) -> str:
     return table + "\n\n" + "\n".join(f"* {line}" for line in notes(result)) + "\n"
 
 
+def with_table(page: str, result: dict[str, Any]) -> str:
+    """A Markdown page with this result between its two marks, in place of what is there."""
+    before, mark, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"the page has no place for the table: {BEGIN} … {END}")
+    return f"{before}{BEGIN}\n\n{markdown(result)}\n{END}{after}"
+
+
 def rich_table(result: dict[str, Any]) -> Table:
     table = Table(title=result["model"])
     for i, header in enumerate(HEADERS):
@@ -273,6 +284,21 @@ def rich_table(result: dict[str, Any]) -> Table:
     for line in cells(result):
         table.add_row(*line)
     return table
+
+
+def refuse_another_text(file: Path | None, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Rows of one table were measured on one text. Topics of `help()` change between versions such as 3.11 and 3.12."""
+
+    def comparable(table: dict[str, Any]) -> dict[str, Any]:
+        version = str(table.get("text_python", "")).split(".")[:2]
+        return {key: table.get(key) for key in wanted} | {"text_python": ".".join(version)}
+
+    here, there = comparable(wanted), comparable(stored)
+    apart = [f"{key} {there[key]}, not {here[key]}" for key in wanted if here[key] != there[key]]
+    if apart:
+        raise typer.BadParameter(
+            f"{file} was measured with {'; '.join(apart)}. Name another file for --json, or remove this one first."
+        )
 
 
 def main(
@@ -288,6 +314,7 @@ def main(
     threads: Annotated[int, typer.Option(help="0: one for each core")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="written; rows that are there and not measured anew are kept")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown")] = False,
+    page: Annotated[Path | None, typer.Option("--into", help="a Markdown page with marks for the table, README.md")] = None,
     quick: Annotated[bool, typer.Option(help="one small window, one round")] = False,
 ) -> None:  # fmt: skip
     """Measure what quantization of the weights costs and brings."""
@@ -299,9 +326,9 @@ def main(
         count, window, rounds, tokens, prefill = 1, 64, 1, 4, 32
     maker = Maker(model)
     all_rows = known_rows()
-    if not Path(model).is_dir() or any(Path(model).glob("*.gguf")):
-        pass  # a known name, whose GGUF file we have
-    else:
+    if not isinstance(
+        MODELS.get(model), WheelModel
+    ):  # only of these is there a file with the blocks as they were
         all_rows = [row for row in all_rows if row.scheme != "stored"]
     rows = [r for r in all_rows if not only or any(fnmatch.fnmatch(r.name, p) for p in only)]
     if not rows:
@@ -312,8 +339,10 @@ def main(
         result = json.loads(json_file.read_text("utf8"))
     held_out = windows(maker.tokenizer, held_out_text(), window, count)
     about_text = {"model": model, "tokens": count * (window - 1), "window": window, "text_python": about["python"]}  # fmt: skip
-    if quality and any(result.get(key) != value for key, value in about_text.items()):
-        result = {**about_text, "rows": []}  # what is there was measured on something else
+    if quality and result:
+        refuse_another_text(json_file, result, about_text)
+    if quality:
+        result = {**result, **about_text}
     kept = {row["name"]: row for row in result.get("rows", [])}
 
     def write() -> None:
@@ -336,6 +365,8 @@ def main(
             "tokens": tokens, "prefill": prefill, "quiet": quiet.end(),
         }  # fmt: skip
     write()
+    if page:
+        page.write_text(with_table(page.read_text("utf8"), result), "utf8")
     if as_markdown:
         print(markdown(result))
     else:

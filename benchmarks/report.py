@@ -27,6 +27,8 @@ GOALS = (
     Goal("prefill", "bf16", "best", 1.15),
     Goal("decode", "int8", "llama.cpp-q8_0", 1.2),
     Goal("decode", "int4", "llama.cpp-q4_0", 1.1),
+    Goal("prefill", "int8", "numba-bf16", 1.0),  # fewer bits must not make a prompt slower
+    Goal("prefill", "int4", "numba-bf16", 1.0),
 )
 SHAPE_GOALS = (Goal("share", "bf16", None, 0.90),)
 

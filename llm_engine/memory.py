@@ -431,10 +431,10 @@ class Planner:
         alone = replace(both, batch=1)._largest("context", wanted, self.context)
         changes = ["--cache int8"] if self.cache != "int8" else []
         changes += ["--prefill-chunk 512"] if both.chunk != self.chunk else []
-        if most and changes:  # without them, it is the first line
+        if most > need.longest:  # what fits without them is told above
             together = " together" if len(changes) > 1 else ""
             lines.append(f"  - {' and '.join(changes)}{together}: a context of {most:,} fits")
-        elif alone and not most:
+        elif not most and alone:
             before = "".join(f"{change}, and " for change in changes[-1:])
             before = "both of these, and " if len(changes) > 1 else before
             lines.append(f"  - {before}--batch 1: a context of {alone:,} fits")

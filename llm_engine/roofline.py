@@ -49,9 +49,8 @@ class Machine(NamedTuple):
 def _best(work: Callable, rounds: int) -> float:
     """Seconds of the quickest of some runs: what disturbs a measurement only ever makes it slower."""
     times = []
-    for _ in range(
-        rounds + 1
-    ):  # the first is not counted: it finds cold caches, and code yet to be compiled
+    # the first is not counted: it finds cold caches, and code yet to be compiled
+    for _ in range(rounds + 1):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)

@@ -250,6 +250,26 @@ def benchmark(monkeypatch):
     torch.set_grad_enabled(True)
 
 
+def test_the_readme_shows_what_is_stored(benchmark):
+    root = Path(__file__).parent.parent
+    result = json.loads((root / "benchmarks" / "quantization.json").read_text("utf8"))
+    page = (root / "README.md").read_text("utf8")
+    assert benchmark.with_table(page, result) == page, "run the command above the table with --into"
+    with pytest.raises(ValueError, match="no place for the table"):
+        benchmark.with_table("a page", result)
+
+
+def test_a_table_measured_on_another_text_is_kept(benchmark, tmp_path):
+    """Not one row of it goes to make room for a quick try."""
+    import typer
+
+    stored = {"model": "m", "tokens": 4088, "window": 512, "text_python": "3.11.7"}
+    benchmark.refuse_another_text(None, stored, stored | {"text_python": "3.11.9"})
+    for change in ({"window": 64}, {"tokens": 63}, {"model": "n"}, {"text_python": "3.12.7"}):
+        with pytest.raises(typer.BadParameter, match=f"{next(iter(change))} .*Name another file"):
+            benchmark.refuse_another_text(Path("t.json"), stored, stored | change)
+
+
 def test_the_table_is_made_and_added_to(benchmark, tmp_path):
     import typer
 

@@ -192,7 +192,7 @@ def test_recipes_by_name():
     assert made.scheme == Scheme(4, 32, False) and made.head == Scheme(8)
     assert find_recipe("int8-g32").head == Scheme(8, 32)
     with pytest.raises(
-        QuantizationError, match=r"unknown scheme 'int5x'.*Recipes: int8, int8-rtn, int4"
+        QuantizationError, match=r"unknown scheme 'int5x'.*Recipes: int4, int4-rtn, int8"
     ):
         find_recipe("int5x")
 
