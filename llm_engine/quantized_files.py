@@ -26,6 +26,7 @@ __all__ = [
 
 # %% chapters/32_memory.ipynb #files-exp
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -181,19 +182,25 @@ class Recipe:
         """Quantize the matrices once more, now that the model can be listened to."""
         method = weighted(collect_inputs(model, random_tokens(model.config.vocab_size)))
         tied = model.config.tie_word_embeddings
-        for row in track(rows, f"improving {self.name}", unit="tensors"):
+        chosen = {}
+        for row in rows:
             owner, _, leaf = (row.target or "").rpartition(".")
             if tied and owner == "embed":
                 owner = "lm_head"  # what a shared table hears, it hears as the head
-            module = model.get_submodule(owner)
-            if leaf != "weight" or type(module) is not QuantizedLinear:
-                continue
-            stored = read_row(row, checkpoint, model.config)
-            for piece in row_slices(stored):  # each piece at once into the memory that is there
-                part = stored[piece].to(module.packed.device, torch.float32)
-                for name, new in method(part, module.scheme, owner)._asdict().items():
-                    if new is not None:
-                        getattr(module, name)[piece] = new
+            if leaf == "weight" and type(model.get_submodule(owner)) is QuantizedLinear:
+                chosen[owner] = row
+        # in bytes, not in tensors: one of them, the head, may be a fifth of the model
+        sizes = [4 * math.prod(row.shape) for row in chosen.values()]
+        with progress_bar(f"improving {self.name}", sum(sizes), unit="bytes") as bar:
+            for owner, row in chosen.items():
+                module = model.get_submodule(owner)
+                stored = read_row(row, checkpoint, model.config)
+                for piece in row_slices(stored):  # each piece at once into the memory that is there
+                    part = stored[piece].to(module.packed.device, torch.float32)
+                    for name, new in method(part, module.scheme, owner)._asdict().items():
+                        if new is not None:
+                            getattr(module, name)[piece] = new
+                    bar.advance(part.nbytes)
 
 
 # %% chapters/32_memory.ipynb #fill-helpers
@@ -355,7 +362,7 @@ def save_quantized(
         os.replace(draft, folder)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk, as a rule
+        if isinstance(error, OSError) and error.errno and not error.filename:  # a full disk
             error.filename = str(folder)
         raise
     return folder
