@@ -42,14 +42,13 @@ def restore_tokens(
     q: Int8[Tensor, "*rows D"], scale: BFloat16[Tensor, "*rows"], dtype: torch.dtype
 ) -> Float[Tensor, "*rows D"]:
     """scale * q, computed in float32 and rounded to `dtype`."""
-    scale = scale.float()
     if dtype != torch.float16:
-        return (q * scale[..., None]).to(dtype)
+        return (q * scale.float()[..., None]).to(dtype)
     # Float16 ends at 65504, and a scale that was rounded up may lead a little beyond. Infinity must
     # not be cut off with it: as NaN, it still shows.
-    scale = scale.masked_fill(scale.isinf(), torch.nan)
-    limit = torch.finfo(dtype).max
-    return (q * scale[..., None]).clamp_(-limit, limit).to(dtype)
+    limit, scales = torch.finfo(dtype).max, scale.float()
+    scales = scales.masked_fill(scales.isinf(), torch.nan)
+    return (q * scales[..., None]).clamp_(-limit, limit).to(dtype)
 
 
 # %% chapters/32_memory.ipynb #int8-cache-bytes

@@ -154,9 +154,8 @@ def working_bytes(
     attention = streams + pairs
     if config.num_attention_heads > config.num_key_value_heads:
         attention += 2 * B * S * query  # keys and values, repeated for the query heads
-    if (
-        cache == "int8"
-    ):  # one layer's keys and values as floats again; 16-bit ones are computed in float32
+    # one layer's keys and values as floats again; 16-bit ones are computed in float32
+    if cache == "int8":
         attention = max(attention + 2 * B * S * key, streams + 2 * B * S * key * (4 // size))
     ffn = B * T * 3 * (H + F) * size
     logits = B * (T + 1) * H * size + B * V * size
