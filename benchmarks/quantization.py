@@ -220,15 +220,22 @@ HEADERS = (
 )  # fmt: skip
 
 
-def cells(result: dict[str, Any]) -> list[list[str]]:
-    """The table as text, one line for each row."""
+def cells(result: dict[str, Any], *, ranges: bool = True) -> list[list[str]]:
+    """The table as text, one line for each row. `ranges`: speeds with the least and the most behind the median."""
+
+    def speed_of(row: dict[str, Any], measure: str, digits: int) -> str:
+        found = result.get("speed", {}).get(row["storage"], {}).get(measure)
+        if found is None:
+            return "–"
+        return span(Spread(**found), digits) if ranges else f"{found['median']:.{digits}f}"
+
     lines = []
     base = next((r["perplexity"] for r in result["rows"] if r["scheme"] == "float32"), None)
     for row in result["rows"]:
-        more = f" (+{100 * (row['perplexity'] / base - 1):.2f} %)" if base else ""
-        if row["scheme"] == "float32":
-            more = ""
-        speed = result.get("speed", {}).get(row["storage"], {})
+        more = ""
+        if base and row["scheme"] != "float32":
+            rise = round(100 * (row["perplexity"] / base - 1), 2) + 0.0  # and -0.0 is 0
+            more = f" ({rise:+.2f} %)"
         lines.append(
             [
                 row["scheme"],
@@ -236,10 +243,11 @@ def cells(result: dict[str, Any]) -> list[list[str]]:
                 f"{row['bits_per_weight']:.2f}",
                 f"{row['file_bytes'] / 1e6:.0f}",
                 f"{row['memory_bytes'] / 1e6:.0f}",
-                f"{row['perplexity']:.2f}{more}".replace("+-", "-"),
+                f"{row['perplexity']:.2f}{more}",
                 f"{row['kl']:.4f}",
                 f"{100 * row['top1']:.1f} %",
-                *(span(Spread(**speed[w]), d) if w in speed else "–" for w, d in (("decode", 1), ("prefill", 0))),
+                speed_of(row, "decode", 1),
+                speed_of(row, "prefill", 0),
             ]
         )  # fmt: skip
     return lines
@@ -247,13 +255,13 @@ def cells(result: dict[str, Any]) -> list[list[str]]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     lines = [
-        f"{result['model']}, {result['tokens']} tokens of held-out text predicted (half of the topics of Python's help, "
+        f"{result['model']}, {result['tokens']:,} tokens of held-out text predicted (half of the topics of Python's help, "
         f"Python {result['text_python']}), windows of {result['window']}.",
     ]
     if about := result.get("conditions"):
         quiet = about["quiet"]
         lines.append(
-            f"Speed: {about['date']}, {about['machine']['cpu']}, {about['threads']} threads, median (least–most) of "
+            f"Speed: {about['date']}, {about['machine']['cpu']}, {about['threads']} threads, median of "
             f"{about['rounds']} interleaved rounds; {about['tokens']} tokens decoded, {about['prefill']} read. Others took "
             f"{quiet['others']:.0%} of the CPU time meanwhile, the hypervisor {quiet['stolen']:.0%}."
         )
@@ -263,7 +271,7 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = [HEADERS, ["---", "---", *["---:"] * (len(HEADERS) - 2)], *cells(result)]
+    lines = [HEADERS, ["---", "---", *["---:"] * (len(HEADERS) - 2)], *cells(result, ranges=False)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return table + "\n\n" + "\n".join(f"* {line}" for line in notes(result)) + "\n"
 
