@@ -710,6 +710,11 @@ def overlay_command(
     out.print("Students put these into overlays/ and run: python chapters/classroom.py apply")
 
 
+def need_students_folder(command: str) -> None:
+    if not (CHAPTERS / FRAMES).is_dir():
+        raise ClassroomError(f"{command} is for a student's folder, as `release` writes it")
+
+
 @app.command("apply")
 def apply_command(
     files: Annotated[
@@ -721,8 +726,7 @@ def apply_command(
     ] = [],  # noqa: B006
 ) -> None:
     """Fill in what you have not written from overlays; what you have written stays."""
-    if not (CHAPTERS / FRAMES).is_dir():
-        raise ClassroomError("apply is for a student's folder, as `release` writes it")
+    need_students_folder("apply")
     files = files or sorted((ROOT / "overlays").glob("*.ipynb"))
     if not files:
         raise ClassroomError("no overlays: put the files you were given into overlays/")
@@ -740,8 +744,7 @@ def bring_command(
     ] = [],  # noqa: B006
 ) -> None:
     """Take over what you wrote in earlier folders; what you have written here stays."""
-    if not (CHAPTERS / FRAMES).is_dir():
-        raise ClassroomError("bring is for a student's folder, as `release` writes it")
+    need_students_folder("bring")
     for line in bring(old, set(replace)):
         out.print(escape(line))
     out.print("Then: python chapters/sync.py")
